@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -134,10 +135,15 @@ class PackingReport:
         return found
 
     def reasons(self) -> list[tuple[str, int, str]]:
-        """Returns why files and samples were skipped: the reason, how many, and the first of them."""
+        """Returns why files and samples were skipped: the reason, how many, and the first of them. Files that
+        are no images are told apart by their extension and folder.
+        """
         found: dict[str, list[str]] = {}
         for line in self.skipped:
             what, _, reason = line.rpartition(": ")
+            if line.endswith(NOT_AN_IMAGE):
+                file = PurePosixPath(what)
+                reason = f"{file.suffix.lower()} in {file.parent.name} {reason}"
             found.setdefault(reason, []).append(what)
         return [(why, len(what), what[0]) for why, what in found.items()]
 
