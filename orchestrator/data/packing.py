@@ -100,15 +100,15 @@ def pack(
     *,
     fresh: bool = False,
     execute: Execute = map,
+    encode: Callable[..., Encoded] = encode_for_shard,
     preparation: Preparation = AS_IT_IS,
-    verbatim: bool = False,
     tokenizer: TokenizerConfig | None = None,
 ) -> PackingReport:
     """Packs a source's valid images, and the tokenizer of their captions; the manifest is written last. The
     same source gives the same bytes. Returns what was packed, and what may not be meant so.
 
+    encode: `Encoded` stores images without decoding them, and takes labels as they are.
     preparation: what is done to images; models of these data do it to every image.
-    verbatim: whether images are stored without decoding them, and labels taken as they are.
 
     Raises:
         UsageError: if `out` holds a data set and is not to be overwritten, a split has no valid images, or
@@ -120,9 +120,8 @@ def pack(
     storage.write_bytes(storage.join(out, UNFINISHED), b"")
     _make_room(out)
     rows = ROWS_PER_SHARD if source.images else SEQUENCES_PER_SHARD
-    encode = partial(encode_for_shard, preparation=preparation)
-    if verbatim or not source.images:
-        encode = Encoded
+    is_judged = encode is not Encoded
+    encode = partial(encode, preparation=preparation) if is_judged and source.images else Encoded
     tasks = [
         (f"{split}/{number:06d}.parquet", samples)
         for split in source.splits
@@ -149,7 +148,7 @@ def pack(
             raise UsageError(f"no valid {split} images{reason}")
         index[split] = write_index(out, split, (indexed for _, indexed in shards))
     # The listing has judged labels; images that could not be decoded may have been the last of a class.
-    if (alone := sorted({*labels["val"]} - {*labels["train"]})) and not verbatim:
+    if (alone := sorted({*labels["val"]} - {*labels["train"]})) and is_judged:
         known = (labels["train"], labels["val"])
         refuse_unlearnt(*([source.classes[n] for n in sorted(numbers)] for numbers in (alone, *known)))
     manifest = Manifest(
@@ -237,7 +236,7 @@ def write_shards(
     """Packs images that are in memory, without decoding them. Raises as `pack` does."""
     samples = {split: list(samples) for split, samples in splits.items()}
     source = Source(classes=tuple(classes), splits=samples, fetch=iter)
-    return pack(out, source, fresh=fresh, verbatim=True, tokenizer=tokenizer).manifest
+    return pack(out, source, fresh=fresh, encode=Encoded, tokenizer=tokenizer).manifest
 
 
 def write_shard(
@@ -332,5 +331,5 @@ def digits(root: str, source: str = "digits") -> str:
         found = open_source(source)
         captions = captions_of_split(found, "train")
         tokenizer = tokenizer_of("words", captions) if captions else None
-        pack(path, found, fresh=True, verbatim=True, tokenizer=tokenizer)
+        pack(path, found, fresh=True, encode=Encoded, tokenizer=tokenizer)
     return path

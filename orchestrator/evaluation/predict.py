@@ -184,7 +184,7 @@ class Predictor:
         images: str,
         batch_size: int,
         classes: Sequence[str] | None,
-        preparation: Preparation,
+        preparation: Preparation | None = None,
         features: bool = False,
         names: ClassNames | None = None,
         shared: Model | None = None,
@@ -192,7 +192,7 @@ class Predictor:
         """Loads the model, unless it is `shared` with other workers. Raises UsageError if it is damaged."""
         self.schema = FEATURES if features else SCHEMA
         self.point, self.images, self.batch_size, self.classes = point, images, batch_size, classes
-        self.preparation = preparation
+        self.preparation = preparation or model.preparation
         self.device = default_device()
         self.shared = shared is not None
         loaded = shared or model.load(self.device)
