@@ -1,6 +1,7 @@
 """The MoE layer: a router assigns tokens to experts, experts compute, the router's weights combine."""
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,7 +171,8 @@ class MoELayer(nn.Module):
         if overrides.subset_seed is not None:
             # Each layer draws subsets of its own.
             overrides = replace(overrides, subset_seed=overrides.subset_seed * MAX_BLOCKS + self.block)
-        routing = self.router(x_GSD, valid_GS, keys_GS, overrides, random_GS, return_stats)
+        with in_own_precision(x_GSD.device.type):
+            routing = self.router(x_GSD, valid_GS, keys_GS, overrides, random_GS, return_stats)
         if keys_B is None and (k := chosen_alone(self.experts, routing, overrides)):
             y_GSD = run_chosen(self.experts, routing, x_GSD, k)
         else:
@@ -184,3 +186,12 @@ class MoELayer(nn.Module):
             keys_BS = None if keys_GS is None else mix(keys_GS.reshape(B, tokens), SHARED_SALT)
             y_BSD = y_BSD + self.shared(x_BSD, keys_BS)
         return (y_BSD, routing) if return_routing else y_BSD
+
+
+def in_own_precision(device: str) -> AbstractContextManager[Any]:
+    """Returns a context in which autocast is off: routers compute in float32. Without autocast it is empty,
+    so that exported graphs have no trace of it.
+    """
+    known = torch.amp.is_autocast_available(device)
+    on = known and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()

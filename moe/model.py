@@ -79,6 +79,14 @@ class ModelConfig(Family, ABC, default="vit"):
     def check(self) -> None:
         """Raises ValueError for fields that do not fit each other."""
 
+    def check_images(self, images: Tensor) -> None:
+        """Raises ValueError for images of another shape than the model's."""
+        if self.image_size and images.shape[1:] != (3, self.image_size, self.image_size):
+            raise ValueError(
+                f"images are {tuple(images.shape)}, and the model takes (B, 3, {self.image_size},"
+                f" {self.image_size}): resize them, or give the model another image_size"
+            )
+
     def moe_blocks(self) -> tuple[int, ...]:
         """Returns the indices of the units with MoE layers, by default those that have experts."""
         return tuple(i for i, shapes in enumerate(unit_shapes(self)[1:]) if any(map(is_expert, shapes)))
@@ -321,7 +329,10 @@ class Model(nn.Module, ABC, Generic[C]):
     def whole_groups(
         self, images: Tensor, valid_B: Tensor | None, keys_B: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Pads images, mask and keys to whole routing groups."""
+        """Pads images, mask and keys to whole routing groups. Raises ValueError for images of another
+        shape.
+        """
+        self.config.check_images(images)
         valid_B = images.new_ones(images.shape[0]) if valid_B is None else valid_B
         missing = -images.shape[0] % (self.config.moe.images_per_group if self.config.moe else 1)
         if missing:

@@ -99,6 +99,12 @@ class ViTConfig(ModelConfig):
             )
         self.moe_blocks()
 
+    def check_images(self, images: Tensor) -> None:
+        """As `ModelConfig.check_images`; without positions, sides may be any multiple of the patches'."""
+        height, width = images.shape[-2:]
+        if self.position != "none" or images.ndim != 4 or height % self.patch_size or width % self.patch_size:
+            super().check_images(images)
+
     def build(self, *, seed: int | None = 0) -> "ViT":
         return ViT(self, seed=seed)
 

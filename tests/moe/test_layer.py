@@ -146,3 +146,15 @@ def test_all_images_are_valid_unless_it_is_said_otherwise(router):
     assert torch.equal(y, layer(x, torch.ones(4)))
     assert routing.aux_G.shape == (4,)
     assert not routing.stats
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_routers_compute_in_float32_under_autocast(router, dtype):
+    """To the bit as without it; experts do follow autocast."""
+    layer, x_BSD = build_layer(router).eval(), randn(4, S, D)
+    _, expected = layer(x_BSD)
+    with torch.autocast("cpu", dtype):
+        y_BSD, routing = layer(x_BSD)
+    torch.testing.assert_close(routing.dispatch(x_BSD), expected.dispatch(x_BSD), rtol=0, atol=0)
+    assert y_BSD.isfinite().all()

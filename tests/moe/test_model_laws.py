@@ -73,3 +73,25 @@ def test_images_do_not_influence_each_other(config):
 def test_features_are_the_input_of_the_head(config):
     model, two = built(config).eval(), images(config, 2)
     assert torch.equal(model.get_submodule("head")(model.features(two)), model(two).logits)
+
+
+@each_model
+@pytest.mark.parametrize(
+    "shape", [(3, 1, 4), (3, 4, 1), (3, 2, 0.5), (3, 1.5, 1.5), (1, 1, 1), (4, 1, 1), (1, 1)]
+)
+def test_images_of_another_shape_are_refused(config, shape):
+    """Also where they have as many tokens, each of which would get the position of another place."""
+    side = config.image_size
+    wrong = torch.zeros(2, *shape[:-2], *(int(part * side) for part in shape[-2:]))
+    model = built(config).eval()
+    for call in (model, model.features):
+        with pytest.raises(ValueError, match=rf"the model takes \(B, 3, {side}, {side}\)"):
+            call(wrong)
+
+
+def test_a_vit_without_positions_takes_any_number_of_patches():
+    model = built(replace(PRESETS["debug"], position="none", pooling="gap")).eval()
+    side = model.config.image_size
+    assert model(torch.zeros(2, 3, side, 2 * side)).logits.shape == (2, 10)
+    with pytest.raises(ValueError, match="the model takes"):
+        model(torch.zeros(2, 3, side, side + 1))
