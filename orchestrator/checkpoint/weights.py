@@ -234,6 +234,7 @@ def write_export(
             **more,
             **run.data.eval_settings(),
             "classes": classes,
+            "probability": run.task.probability,
             "plugins": run.plugins,
             "model": to_dict(run.model),
         }

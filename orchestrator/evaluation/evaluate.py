@@ -85,22 +85,39 @@ class Scores:
     Attributes:
         sums: as `TaskConfig.details` returns them; empty before the first batch.
         unread: images that could not be decoded. They count nowhere else.
+        not_finite: images of which an output is not finite.
     """
 
     def __init__(self, task: TaskConfig) -> None:
         self.task = task
         self.sums: dict[str, Tensor] = {}
         self.unread = 0
+        self.not_finite = torch.zeros(())
 
-    def add(self, heads: Heads, batch: Batch) -> None:
-        for name, value in self.task.details(heads, batch).items():
+    def add(self, heads: Heads, batch: Batch, beside: Heads | None = None) -> None:
+        """Adds a batch's scores. `beside`: what `TaskConfig.before_scores` returned."""
+        for name, value in self.task.details({**heads, **(beside or {})}, batch).items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.unread += len(batch.bad)
+        outputs = [output for output in heads.values() if len(output) == len(batch)]
+        is_finite = torch.stack([output.isfinite().flatten(1).all(1) for output in outputs]).all(0)
+        self.not_finite = self.not_finite + (~is_finite * batch.valid).sum()
 
     def of_all_ranks(self) -> "Scores":
-        """Sums over ranks, and moves to the CPU. All ranks call it together."""
+        """Sums over ranks, and moves to the CPU. All ranks call it together.
+
+        Raises:
+            UsageError: if no image can be decoded, or an output is not finite.
+        """
         self.sums = {name: sum_over_ranks(value).cpu() for name, value in self.sums.items()}
         self.unread = int(sum_over_ranks(torch.tensor(self.unread)))
+        if not (count := self.images()):
+            raise UsageError("none of the images of the split can be decoded")
+        if lost := int(sum_over_ranks(self.not_finite)):
+            raise UsageError(
+                f"the model's outputs are not finite for {lost} of {count} images: its weights overflow or are"
+                " damaged, and scores would mean nothing"
+            )
         return self
 
     def images(self) -> int:
@@ -123,8 +140,8 @@ def evaluate_at(
     ranks call it together, and have the same scores.
 
     Raises:
-        UsageError: if the task refuses the images, the model has no such routing, or none of the images can
-            be decoded.
+        UsageError: if the task refuses the images, the model has no such routing, none of the images can be
+            decoded, or an output is not finite.
     """
     scores, beside = [Scores(task) for _ in points], task.before_scores(model)
     for batch in batches:
@@ -134,10 +151,8 @@ def evaluate_at(
         except ValueError as error:
             raise UsageError(str(error)) from None
         for point_scores, heads in zip(scores, at_points, strict=True):
-            point_scores.add({**heads, **beside}, batch)
+            point_scores.add(heads, batch, beside)
     scores = [point_scores.of_all_ranks() for point_scores in scores]
-    if not all(point_scores.images() for point_scores in scores):
-        raise UsageError("none of the images of the split can be decoded")
     return scores
 
 

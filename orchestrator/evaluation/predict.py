@@ -49,6 +49,7 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device
 from orchestrator.evaluation.image_text import ClassNames
 from orchestrator.evaluation.sharded import Sharding
+from orchestrator.tasks import ClassificationConfig
 from orchestrator.tasks.classification import TOP
 from orchestrator.threads import CORES
 from orchestrator.training.resources import most_resources
@@ -83,6 +84,8 @@ SCHEMA = pa.schema(
 )
 FEATURES = pa.schema([("key", pa.string()), ("features", pa.list_(pa.float32())), ("error", pa.string())])
 ImagePart = dict[str, Any]  # number; names of files, or a split of shards with its rows from first to stop
+
+NOT_FINITE = "the model's outputs are not finite"
 
 log = logging.getLogger(__name__)
 
@@ -195,6 +198,8 @@ class Predictor:
         self.preparation = preparation or model.preparation
         self.device = default_device()
         self.shared = shared is not None
+        # Names of classes as texts are compared by the softmax of their similarities.
+        self.task = model.run.task if names is None else ClassificationConfig()
         loaded = shared or model.load(self.device)
         self.model = loaded if names is None else ZeroShot(loaded, names.classes, names.templates).eval()
         was = model.run.data
@@ -278,15 +283,18 @@ class Predictor:
         except ValueError as error:
             raise UsageError(str(error)) from None
         features = isinstance(found, Tensor)
-        rows = self._features(found[: len(batch)]) if features else self._top(found.logits[: len(batch)])
-        for (key, image), row in zip(batch, rows, strict=True):
-            yield {"key": key, "error": str(image)} if isinstance(image, BadImage) else {"key": key, **row}
+        outputs = (found if features else found.logits)[: len(batch)]
+        rows = self._features(outputs) if features else self._top(outputs)
+        is_finite = outputs.isfinite().flatten(1).all(1).tolist()
+        for (key, image), row, known in zip(batch, rows, is_finite, strict=True):
+            error = str(image) if isinstance(image, BadImage) else "" if known else NOT_FINITE
+            yield {"key": key, "error": error} if error else {"key": key, **row}
 
     def _features(self, features: Tensor) -> list[dict[str, Any]]:
         return [{"features": each} for each in features.float().tolist()]
 
     def _top(self, logits: Tensor) -> list[dict[str, Any]]:
-        probs, indices = logits.float().softmax(-1).topk(min(TOP, logits.shape[-1]))
+        probs, indices = self.task.probabilities(logits).topk(min(TOP, logits.shape[-1]))
         names = [[self.classes[i] if self.classes else str(i) for i in top] for top in indices.tolist()]
         columns = zip(indices.tolist(), names, probs.tolist(), strict=True)
         return [{"top5_index": i, "top5_class": n, "top5_prob": p} for i, n, p in columns]

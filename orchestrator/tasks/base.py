@@ -44,6 +44,17 @@ class TaskConfig(Family, ABC, default="classification"):
     def quality(self) -> str:
         return self.qualities[0]
 
+    @property
+    def probability(self) -> Literal["softmax", "sigmoid"]:
+        """What makes probabilities of logits: ``softmax`` if a sample has one of the classes, ``sigmoid`` if
+        it has each of them by itself.
+        """
+        return "softmax"
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Returns the probabilities of classes, (B, C) float32."""
+        return logits.float().sigmoid() if self.probability == "sigmoid" else logits.float().softmax(-1)
+
     def fields(self, model: ModelConfig) -> Mapping[str, Field]:
         """Returns the fields of samples that batches have beside ``image`` and ``label``."""
         return {}

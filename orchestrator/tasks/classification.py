@@ -54,6 +54,10 @@ class ClassificationConfig(TaskConfig):
             wrong = f"smoothing={self.smoothing}" if self.smoothing else "loss='softmax'"
             raise ValueError(f"binarised targets are 0 or 1 for a sigmoid loss, got {wrong}")
 
+    @property
+    def probability(self) -> Literal["softmax", "sigmoid"]:
+        return "softmax" if self.loss == "softmax" else "sigmoid"
+
     def chance(self, model: ModelConfig) -> float:
         return 1 / model.num_classes
 

@@ -31,24 +31,34 @@ class ImageClassifier:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = load(folder, self.device)
         self.classes: list[str] | None = config["classes"]
+        self.is_sigmoid = config.get("probability") == "sigmoid"
         settings = {name: config[name] for name in TRANSFORM}
         self.transform = Transform(size=self.model.config.image_size, **settings)
 
     @torch.inference_mode()
     def predict(self, images: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
-        """Returns the columns `label`, a number if the names of the classes are unknown, and `probability`.
+        """Returns the columns `label`, a number if the names of the classes are unknown, and `probability`,
+        with the index of `images`.
 
         Raises:
-            MlflowException: for a bad image, with the code that the server answers as 400.
+            MlflowException: for a bad image, with the code that the server answers as 400, and for outputs
+                that are not finite.
         """
+        if images.empty:
+            return pd.DataFrame({"label": [], "probability": []}, index=images.index)
         pixels = torch.stack([self._decoded(row, image) for row, image in enumerate(images.iloc[:, 0])])
         moe = self.model.config.moe
         group = moe.images_per_group if moe else 1
         passes = pixels.split(max(1, IMAGES_PER_PASS // group) * group)
         logits = torch.cat([self.model(normalize(each.to(self.device))).logits for each in passes])
-        probability, index = logits.float().softmax(-1).max(-1)
-        labels = [self.classes[i] if self.classes else str(i) for i in index.tolist()]
-        return pd.DataFrame({"label": labels, "probability": probability.double().cpu()})
+        is_finite = logits.isfinite().all(-1)
+        if not is_finite.all():
+            row = int(is_finite.logical_not().nonzero()[0])
+            raise MlflowException(f"image {row}: the model's outputs are not finite")
+        logits = logits.float()
+        probability, best = (logits.sigmoid() if self.is_sigmoid else logits.softmax(-1)).max(-1)
+        labels = [self.classes[i] if self.classes else str(i) for i in best.tolist()]
+        return pd.DataFrame({"label": labels, "probability": probability.double().cpu()}, index=images.index)
 
     def _decoded(self, row: int, image: bytes | str) -> torch.Tensor:
         try:
