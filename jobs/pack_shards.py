@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from math import ceil, log
@@ -107,7 +108,7 @@ class PackFlags:
 
 def main() -> None:
     flags = parse(PackFlags, __doc__)
-    with command(f"packing {flags.source} into {flags.out}"):
+    with command(f"packing {flags.source} into {flags.out}", to=sys.stderr if flags.json else None):
         pack_source(flags)
 
 
@@ -173,11 +174,9 @@ def print_report(out: str, report: PackingReport, noun: str) -> None:
     if len(manifest.classes) > SHOWN:
         print(f".. and {len(manifest.classes) - SHOWN} more classes, see {out}/report.html")
     total = sum(manifest.rows(split) for split in manifest.splits)
-    if pixels.transparent:
-        background = manifest.background
-        done = f"were put on {background}" if background else "are trained on without their alpha"
-        hint = "" if background else ": --background white puts them on a colour"
-        print(f"{pixels.transparent:,} of {total:,} images have transparency and {done}{hint}")
+    if pixels.transparent and manifest.background:
+        shown = f"{pixels.transparent:,} of {total:,} images"
+        print(f"{shown} have transparency and were put on {manifest.background}")
     for line in report.warnings():
         print(f"warning: {line}")
     several = f", up to {manifest.labels} labels per image" if manifest.labels > 1 else ""

@@ -12,7 +12,13 @@ from orchestrator import storage
 from orchestrator.data.formats import CAPTION_COLUMNS, LABEL_COLUMNS, Columns, first_column, no_column
 from orchestrator.data.labels import listed_labels, read_labels
 from orchestrator.data.samples import Part
-from orchestrator.data.splits import SPLIT_COLUMNS, splits_of_samples
+from orchestrator.data.splits import (
+    FLAG_COLUMN,
+    PERHAPS_SPLITS,
+    SPLIT_COLUMNS,
+    splits_of_rows,
+    splits_of_samples,
+)
 from orchestrator.data.text import TEXT, captions_or_error
 from orchestrator.errors import UsageError
 
@@ -40,13 +46,19 @@ def index_csv(columns: Columns, location: str, *, captions: bool = False) -> Par
             raise no_column(location, what, named, known, ", ".join(map(str, names)))
         return found
 
-    path = column("path", columns.image, PATH_COLUMNS)
+    try:
+        path = column("path", columns.image, PATH_COLUMNS)
+    except UsageError as error:
+        if columns.image:
+            raise
+        return Part(location, [], [], [], skipped=[f"{error}: it is passed over"])
     caption = column("caption", columns.caption, CAPTION_COLUMNS) if captions else None
     label = column("label", columns.label, LABEL_COLUMNS)
-    split = first_column(None, SPLIT_COLUMNS, names)
+    split = first_column(None, (*SPLIT_COLUMNS, *PERHAPS_SPLITS), names)
+    flags = [name for name in names if isinstance(name, str) and FLAG_COLUMN.fullmatch(name)]
     sets: dict[str, list[Any]] = {}
     texts: dict[str, list[Any]] = {}
-    words: dict[str, str] = {}
+    words: dict[str, Any] = {}
     skipped = []
     for line, row in rows:
         name = row.get(path)
@@ -62,6 +74,11 @@ def index_csv(columns: Columns, location: str, *, captions: bool = False) -> Par
         name = name.strip()
         try:
             found = listed_labels(row.get(label), typed=is_json) if label else [None]
+        except UnicodeEncodeError as error:
+            shown = str(error.object).encode("utf-8", "surrogateescape").decode("latin-1")
+            raise UsageError(
+                f"{location}, line {line}: label {shown!r} is not UTF-8: save the file as UTF-8"
+            ) from None
         except ValueError as error:
             skipped.append(f"{location}: line {line}: {error}")
             continue
@@ -69,7 +86,7 @@ def index_csv(columns: Columns, location: str, *, captions: bool = False) -> Par
         already = sets.setdefault(name, [])
         already += [each for each in found if each not in already] if already else found
         texts.setdefault(name, []).extend(_listed(row.get(caption)))
-        words[name] = str(row.get(split))
+        words[name] = row.get(split)
     fields = {name: captions_or_error(found) for name, found in texts.items()} if captions else {}
     skipped += [f"{location}: {name}: {bad}" for name, bad in fields.items() if isinstance(bad, ValueError)]
     kept = [name for name in sets if not captions or isinstance(fields[name], bytes)]
@@ -78,7 +95,7 @@ def index_csv(columns: Columns, location: str, *, captions: bool = False) -> Par
     skipped += [f"{location}: {name}: no label" for name, has in zip(kept, there, strict=True) if not has]
     kept, first = _where(there, kept), _where(there, labels.first)
     folder = location.rpartition("/")[0]
-    named = splits_of_samples([words[name] for name in kept]) if split else []
+    by_column, doubt = splits_of_rows(split, [words[name] for name in kept]) if split else ([], "")
     return Part(
         location,
         first,
@@ -89,8 +106,13 @@ def index_csv(columns: Columns, location: str, *, captions: bool = False) -> Par
         skipped=skipped,
         fields={TEXT: [fields[name] for name in kept]} if captions else {},
         hot=labels.hot,
-        splits=named or splits_of_samples(kept),
+        splits=by_column or splits_of_samples(kept),
+        doubt=doubt,
         unlabelled=there.count(False),
+        notes=[
+            f"{location}: column {name} says nothing here: a column split has train, val, test"
+            for name in flags
+        ],
     )
 
 
@@ -103,6 +125,7 @@ def _decoded(content: bytes, location: str) -> str:
             return content.decode("utf-16-le")
     except UnicodeDecodeError as error:
         raise UsageError(f"{location} is not whole in UTF-16: {error}") from None
+    # A text that is not UTF-8 is refused where it is read.
     return content.decode("utf-8-sig", "surrogateescape")
 
 

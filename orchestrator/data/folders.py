@@ -47,7 +47,13 @@ def class_folders(path: str, val_frac: float, captions: bool, ignore_split_names
             skipped.append(f"{root}/{name}: {problem}")
         else:
             images[name] = folders
+    while len({tuple(folders[:1]) for folders in images.values()}) == 1 and all(
+        len(folders) > 1 for folders in images.values()
+    ):
+        # One folder for all is no class.
+        images = {name: folders[1:] for name, folders in images.items()}
     hints, classes = ({}, images) if ignore_split_names else _by_split(images, root)
+    notes += _notes_on_folders(classes)
     for name in images:
         if name not in classes:
             skipped.append(f"{root}/{name}: neither in train nor in a folder of validation images")
@@ -62,23 +68,17 @@ def class_folders(path: str, val_frac: float, captions: bool, ignore_split_names
     parts = []
     for split in sorted({*splits.values()}, key=str):
         names = [name for name in splits if splits[name] == split]
-        labels = [name_of(classes[name][0]) if classes[name] else None for name in names]
+        try:
+            labels = [name_of(classes[name][0]) if classes[name] else None for name in names]
+        except ValueError as error:
+            raise UsageError(f"{root}: {error}") from None
         fields = {TEXT: [texts[name] for name in names]} if captions else {}
         places = [(0, listed[name]) for name in names]
         parts.append(Part(str(split), labels, names, places, [f"{root}/{n}" for n in names], fields=fields))
     if barren := _without_images(root, listed, images):
         notes.append(f"no image of the folders {', '.join(barren[:SHOWN])}{' ..' * (len(barren) > SHOWN)}")
     own = {str(split): split for split in splits.values()}
-    try:
-        return tabulated(parts, own, val_frac, read_files, skipped=skipped, notes=notes)
-    except UsageError as error:
-        inside = sorted({folders[1] for folders in images.values() if len(folders) > 1})
-        if "only one class" not in str(error) or len(inside) < 2:
-            raise
-        top = next(iter(images.values()))[0]
-        raise UsageError(
-            f"{error}; take {root}/{top}, which has the folders {', '.join(inside[:5])}"
-        ) from None
+    return tabulated(parts, own, val_frac, read_files, skipped=skipped, notes=notes)
 
 
 def _by_split(images: Paths, root: str) -> tuple[dict[str, str | None], Paths]:
@@ -109,21 +109,48 @@ def _by_split(images: Paths, root: str) -> tuple[dict[str, str | None], Paths]:
             f" {', '.join(sorted(below)[:5])}? {WAY}; else pack"
             f" {root}/{train} alone, or name the folder of validation images val"
         )
-    if len(tops) > 1 and all(len(folders) > 1 for folders in images.values()):
-        hints = {name: split_named(folders[1]) for name, folders in images.items()}
+    # The first level below the classes at which every folder names a split.
+    depth = min((len(folders) for folders in images.values()), default=0)
+    for level in range(1, depth) if len(tops) > 1 else ():
+        hints = {name: split_named(folders[level]) for name, folders in images.items()}
         if {"train"} < {*hints.values()} and None not in hints.values():
-            deeper = {top: {f[2] for f in images.values() if len(f) > 2 and f[0] == top} for top in tops}
-            if any(deeper.values()):
+            if any(len(folders) > level + 1 for folders in images.values()):
                 raise UsageError(
                     f"{root}: each of the folders {', '.join([*tops][:5])} has folders of splits with further"
                     f" folders: name the one to take; {WAY}"
                 )
-            return hints, {name: folders[:1] for name, folders in images.items()}
+            return hints, {name: folders[:level] for name, folders in images.items()}
     names = [*images]
     found = splits_of_samples([name.rpartition("/")[2] for name in names])
     if {"train"} < {*found} and len({*found}) > 1:
         return dict(zip(names, found, strict=True)), images
     return {}, images
+
+
+def _notes_on_folders(classes: Paths) -> list[str]:
+    """Returns what may not be meant so about folders below those of classes, in words."""
+    notes = []
+    inside: dict[str, set[str]] = {}
+    for folders in classes.values():
+        inside.setdefault(folders[0], set()).update(folders[1:2]) if folders else None
+    shared = set.intersection(*inside.values()) if len(inside) > 1 else set()
+    if len(shared) > 1:
+        notes.append(
+            f"the classes {_some(inside)} have the same folders, {_some(shared)}: if these are the classes,"
+            " or some hold no images to learn from, name the right ones"
+        )
+    for name, below in inside.items():
+        if len(sisters := below & inside.keys() - {name}) > 1:
+            notes.append(f"the class {name} has folders that are called as other classes: {_some(sisters)}")
+    words = sorted({f for folders in classes.values() for f in folders[1:] if split_named(f)})
+    if words:
+        notes.append(f"folders inside of classes, {_some(words)}, say nothing about splits")
+    return notes
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:5]) + " .." * (len(names) > 5)
 
 
 def _without_images(root: str, listed: Iterable[str], images: Iterable[str]) -> list[str]:

@@ -21,7 +21,13 @@ from orchestrator import storage
 from orchestrator.data.labels import listed_labels, read_labels
 from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Part
-from orchestrator.data.splits import SPLIT_COLUMNS, splits_of_samples
+from orchestrator.data.splits import (
+    FLAG_COLUMN,
+    PERHAPS_SPLITS,
+    SPLIT_COLUMNS,
+    splits_of_rows,
+    splits_of_samples,
+)
 from orchestrator.data.tars import Forward, index_tar
 from orchestrator.data.text import TEXT, captions_or_error
 from orchestrator.errors import UsageError, reason_of
@@ -79,7 +85,8 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
         if label is None and not captions:
             raise no_column(location, "label", columns.label, LABEL_COLUMNS, _listed(file.schema_arrow))
         texts = _captions(file, location, columns) if captions else []
-        split = first_column(None, SPLIT_COLUMNS, file.schema_arrow.names)
+        split = first_column(None, (*SPLIT_COLUMNS, *PERHAPS_SPLITS), file.schema_arrow.names)
+        flags = [name for name in file.schema_arrow.names if FLAG_COLUMN.fullmatch(name)]
         split = split if split and _is_text(file.schema_arrow.field(split).type) else None
         table = _read(file, [leaf for leaf in (label, key, split) if leaf])
         # Names that are not UTF-8 are refused.
@@ -106,7 +113,8 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
     rows = np.flatnonzero(has_label & has_image & (has_text if captions else True))
     kept = keys.take(rows).to_pylist()
     offsets, sizes, crcs = (column[rows].tolist() for column in places)
-    words = [str(word) for word in read_column(table, split).take(rows).to_pylist()] if split else []
+    words = read_column(table, split).take(rows).to_pylist() if split else []
+    by_column, doubt = splits_of_rows(split, words) if split else ([], "")
     return Part(
         location,
         [labels.first[row] for row in rows],
@@ -121,8 +129,13 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
         crcs=crcs,
         fields={TEXT: [texts[row] for row in rows]} if captions else {},
         hot=labels.hot,
-        splits=splits_of_samples(words) or splits_of_samples(kept),
+        splits=by_column or splits_of_samples(kept),
+        doubt=doubt,
         unlabelled=int((~has_label).sum()),
+        notes=[
+            f"{location}: column {name} says nothing here: a column split has train, val, test"
+            for name in flags
+        ],
     )
 
 
@@ -186,7 +199,7 @@ def first_column(named: str | None, known: Sequence[str], there: Sequence[str]) 
 
 def no_column(location: str, what: str, named: str | None, known: Sequence[str], there: str) -> UsageError:
     names = ", ".join((named,) if named else known)
-    return UsageError(f"{location} has no {what} column ({names}); it has {there}")
+    return UsageError(f"{location} has no {what} column ({names}); it has {there}: name the one to take")
 
 
 class ImageColumn:

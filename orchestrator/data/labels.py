@@ -5,10 +5,11 @@ marks around it and in Unicode's form NFC, so that one name is one class whoever
 """
 
 import ast
+import json
 import math
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,9 +27,12 @@ MARKS = "\ufeff\u200b\u2060\0"  # of byte order, blanks of no width, and the end
 QUOTED = re.compile(r"b?(['\"])([^'\"]*)\1")
 PRINTED = re.compile(r"(?:tensor|array|(?:np|numpy|torch)\.\w+)\((\[.*\]|[^\s,()]+)(?:,.*)?\)", re.DOTALL)
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
-NUMBER = r"[+-]?(?:\d+|\d+\.\d*(?:e[+-]?\d+)?|\.\d+)"
+NUMBER = r"[+-]?(?:\d+(?:e[+-]?\d+)?|\d+\.\d*(?:e[+-]?\d+)?|\.\d+)"
 ONE_NUMBER = re.compile(NUMBER, re.IGNORECASE | re.ASCII)
-NUMBERS = re.compile(rf"{NUMBER}(?:[\s,]+{NUMBER})+", re.IGNORECASE | re.ASCII)
+BETWEEN = re.compile(r"[\s,;|]+")
+NUMBERS = re.compile(rf"{NUMBER}(?:{BETWEEN.pattern}{NUMBER})+", re.IGNORECASE | re.ASCII)
+BOOLEANS = re.compile(rf"(?:true|false)(?:{BETWEEN.pattern}(?:true|false))+", re.IGNORECASE)
+THOUSANDS = re.compile(r"\d,0\d")  # 1,000 is no list of 1 and 0
 
 
 class Labels(NamedTuple):
@@ -45,8 +49,13 @@ class Labels(NamedTuple):
 
 
 def name_of(text: str) -> str:
-    """Returns a class's name without blanks and marks around it, in NFC."""
-    return unicodedata.normalize("NFC", text).strip().strip(MARKS).strip()
+    """Returns a class's name without blanks and marks around it, in NFC. Raises ValueError if it has several
+    lines, or characters that are no text.
+    """
+    name = unicodedata.normalize("NFC", text).replace("\t", " ").strip().strip(MARKS).strip()
+    if any(unicodedata.category(character) == "Cc" for character in name):
+        raise ValueError(f"label {name!r} has several lines, or is no text")
+    return name
 
 
 def listed_labels(value: Any, *, typed: bool = True) -> list[Any]:
@@ -69,15 +78,10 @@ def listed_labels(value: Any, *, typed: bool = True) -> list[Any]:
         raise ValueError(f"label {value!r} is neither a number nor a name")
     value.encode()  # JSON can name half a character
     text = _unwrapped(value)
-    if text.startswith("[") and text.endswith("]"):
-        if NUMBERS.fullmatch(inner := text[1:-1].strip()):
-            return [_number(each) for each in re.split(r"[\s,]+", inner)]
-        try:
-            return listed_labels(ast.literal_eval(text))
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            return [text]
-    if not typed and NUMBERS.fullmatch(text):
-        return [_number(each) for each in re.split(r"[\s,]+", text)]
+    if text[:1] + text[-1:] in ("[]", "()", "{}") and (text[0] != "(" or text[1:2].isdecimal()):
+        return _listed(text)
+    if (several := _several(text)) is not None:
+        return several
     number = _number(text)
     if not typed or number == UNLABELLED:
         return [number]
@@ -85,8 +89,34 @@ def listed_labels(value: Any, *, typed: bool = True) -> list[Any]:
     return [str(int(number)) if is_whole else text]
 
 
+def _listed(text: str) -> list[Any]:
+    """Reads a list as JSON, Python or numpy prints it."""
+    inner = text[1:-1].strip()
+    if (several := _several(inner)) is not None:
+        return several
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return listed_labels(read(text))
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    raise ValueError(f"label {text!r} is a list, or more, that cannot be read")
+
+
+def _several(text: str) -> list[Any] | None:
+    """Reads numbers, or True and False, with blanks or signs between them; None for any other text."""
+    if BOOLEANS.fullmatch(text):
+        return [word.lower() == "true" for word in BETWEEN.split(text)]
+    if not NUMBERS.fullmatch(text):
+        return None
+    if THOUSANDS.search(text):
+        raise ValueError(f"label {text!r} is a list of numbers, or one with a sign between its thousands")
+    return [_number(each) for each in BETWEEN.split(text)]
+
+
 def _unwrapped(text: str) -> str:
-    text = name_of(text)
+    # Lists may go over several lines.
+    flat = " ".join(text.split())
+    text = name_of(flat if NUMBERS.fullmatch(flat) or flat[:1] in ("[", "(") else text)
     if quoted := QUOTED.fullmatch(text):
         return _unwrapped(quoted[2])
     printed = PRINTED.fullmatch(text)
@@ -94,9 +124,11 @@ def _unwrapped(text: str) -> str:
 
 
 def _number(text: str) -> int | float | str:
+    if text.isdecimal():  # the digits of any script
+        return int(text)
     if not ONE_NUMBER.fullmatch(text):
         return text
-    return float(text) if "." in text else int(text)
+    return int(text) if WHOLE.fullmatch(text) else float(text)
 
 
 def read_labels(sets: Sequence[Sequence[Any]], keys: Sequence[str], where: str) -> Labels:
@@ -107,30 +139,46 @@ def read_labels(sets: Sequence[Sequence[Any]], keys: Sequence[str], where: str) 
         UsageError: for numbers that are not whole, lists of a number for every class which are not all 0 or
             1, and more than `MAX_LABELS` classes of an image.
     """
-    if hot := _length_of_hot(sets, where):
-        found = [[number for number, each in enumerate(labels) if int(each)] for labels in sets]
+    known = [labels for labels in sets if any(map(_is_known, labels))]
+    if hot := _length_of_hot(known, where):
+        found = [[n for n, each in enumerate(labels) if _is_known(each) and int(each)] for labels in sets]
     else:
         found = [_distinct(labels, key, where) for labels, key in zip(sets, keys, strict=True)]
     others = [tuple(labels[1:]) for labels in found]
     return Labels([labels[0] if labels else None for labels in found], others if any(others) else [], hot)
 
 
+def _is_known(label: Any) -> bool:
+    return not (label is None or label != label or (isinstance(label, str) and label.casefold() in MISSING))
+
+
 def _length_of_hot(sets: Sequence[Sequence[Any]], where: str) -> int:
     """Returns the length of the lists if they hold a 0 or 1 for every class, else 0."""
     length = len(sets[0]) if sets else 0
-    if length < 2 or any(len(labels) != length for labels in sets):
-        return 0
-    values = {label for labels in sets for label in labels}
-    repeated = next((labels for labels in sets if len({*labels}) < length), None)
-    if values <= {0, 1} or values <= {"0", "1"}:
+    alike = length > 1 and all(len(labels) == length for labels in sets)
+    values = {label for labels in sets for label in labels} if alike else set()
+    repeated = next((labels for labels in sets if len({*labels}) < len(labels)), None)
+    if alike and (values <= {0, 1} or values <= {"0", "1"}):
         return length if repeated or all(isinstance(label, bool) for label in sets[0]) else 0
     numbers = all(label is None or isinstance(label, int | float) for label in values)
-    if length > 2 and repeated and numbers and any(isinstance(v, float) or v in (None, -1) for v in values):
+    others = any(isinstance(value, float) or value in (None, UNLABELLED) for value in values)
+    if alike and length > 2 and repeated and numbers and others:
         raise UsageError(
-            f"{where}: every image has a number for each of {length} classes, such as {list(repeated)}:"
+            f"{where}: every image has a number for each of {length} classes, such as {_shown(repeated)}:"
             " give 1 for a class that the image has and 0 for any other, or list the classes that it has"
         )
+    # A list of classes names none twice.
+    odd = (labels for labels in sets if len(labels) > 2 and {*labels} <= {0, 1})
+    if (first := next(odd, None)) is not None:
+        raise UsageError(
+            f"{where}: {_shown(first)} has a 0 or 1 for every class, but not all lists are so, or as"
+            " long: list the classes that each image has, or a 0 or 1 for every class in every list"
+        )
     return 0
+
+
+def _shown(labels: Sequence[Any]) -> str:
+    return f"[{', '.join(map(repr, labels[:SHOWN]))}{', ..' * (len(labels) > SHOWN)}]"
 
 
 def _distinct(labels: Sequence[Any], key: str, where: str) -> list[Label]:
@@ -144,10 +192,10 @@ def _distinct(labels: Sequence[Any], key: str, where: str) -> list[Label]:
 
 
 def _checked(label: Any, key: str, where: str) -> Label:
-    if isinstance(label, str):
-        return None if label.casefold() in MISSING else label
-    if label is None or label == UNLABELLED or (isinstance(label, float) and math.isnan(label)):
+    if not _is_known(label) or label == UNLABELLED:
         return None
+    if isinstance(label, str):
+        return label
     if label != (number := int(label) if math.isfinite(label) else UNLABELLED):
         raise UsageError(
             f"{where}: label {label} of {key} is not a whole number: a label is the number or name of a class"
@@ -208,16 +256,17 @@ def notes_on_classes(classes: Sequence[str], hot: int) -> list[str]:
         notes.append(f"every list has a 0 or 1 for each of {hot} classes: images have the classes that are 1")
     groups = defaultdict[str, list[str]](list)
     for name in classes:
-        groups["".join(name.casefold().split())].append(name)
+        plain = "".join(name.casefold().replace("\u00ad", "").split())
+        groups[str(float(plain)) if ONE_NUMBER.fullmatch(plain) else plain].append(name)
     if twins := [" and ".join(map(repr, group)) for group in groups.values() if len(group) > 1]:
-        notes.append(f"classes differ in case or blanks alone: {', '.join(twins[:SHOWN])}")
-    joined = [
-        name
-        for name in classes
-        if len(parts := re.split(r"\s*[|;,]\s*", name)) > 1 and {*parts} <= {*classes}
-    ]
-    if joined:
-        notes.append(f"{joined[0]!r} is one class, not the classes that it names: list them, one in a row")
+        notes.append(f"classes differ in case, blanks or zeros alone: {', '.join(twins[:SHOWN])}")
+    signs = {sign: [name for name in classes if sign in name.strip(sign)] for sign in "|;"}
+    for sign, joined in signs.items():
+        parts = Counter(part for name in joined for part in {*name.split(sign)})
+        if any(count > 1 or part in classes for part, count in parts.items()):
+            notes.append(
+                f"{joined[0]!r} is one class, not the classes that it names: list them, one in a row"
+            )
     return notes
 
 

@@ -186,7 +186,7 @@ def open_records(
     splits, said = (dict.fromkeys(shards), []) if ignore_split_names else splits_of(shards, root)
     parts = execute(partial(index_records, columns, captions=captions), [shards[name] for name in splits])
     if ignore_split_names:
-        parts = (part._replace(splits=()) for part in parts)
+        parts = (part._replace(splits=(), doubt="") for part in parts)
     own = {storage.join(root, name): split for name, split in splits.items()}
     return tabulated(parts, own, val_frac, read_records, notes=notes + said)
 

@@ -29,6 +29,7 @@ CLASSES = 200  # on the page
 PER_CLASS = 8  # images of a class on the page
 SIDE = 72  # pixels of an image on the page
 NOT_AN_IMAGE = ": is not an image by its name"  # the end of such lines about skipped files
+IN_FILES = (".tar", ".parquet", ".csv", ".tsv", ".jsonl")  # of which lines name a sample too
 REPORT, PAGE = "report.json", "report.html"
 
 STYLE = """body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem;
@@ -122,11 +123,16 @@ class PackingReport:
         if share > MOST_COMMON and len(manifest.classes) > 2:
             name = manifest.classes[self.labels["val"].most_common(1)[0][0]]
             found.append(f"{share:.0%} of the validation images are of {name}: guessing it is as often right")
-        if 2 * pixels.dark > pixels.deep and manifest.white is None:
+        if pixels.dark and 2 * pixels.dark >= pixels.deep and manifest.white is None:
             found.append(
                 f"{pixels.dark:,} of {total:,} images have samples of 16 bits, none above"
                 f" {pixels.largest_dark}: they are packed nearly black; with `white` {pixels.largest_dark}"
                 " they are bright"
+            )
+        if pixels.transparent and manifest.background is None:
+            found.append(
+                f"{pixels.transparent:,} of {total:,} images have transparency and are trained on without"
+                " their alpha: `background` white puts them on a colour"
             )
         if manifest.white and pixels.largest > manifest.white:
             found.append(f"samples of 16 bits reach {pixels.largest}, and {manifest.white} is white already")
@@ -140,7 +146,7 @@ class PackingReport:
         """
         found: dict[str, list[str]] = {}
         for line in self.skipped:
-            what, _, reason = line.rpartition(": ")
+            what, reason = _parted(line)
             if line.endswith(NOT_AN_IMAGE):
                 file = PurePosixPath(what)
                 reason = f"{file.suffix.lower()} in {file.parent.name} {reason}"
@@ -226,6 +232,16 @@ def _picture(out: str, shown: Shown) -> str:
     Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(buffer, "JPEG", quality=85)
     content = base64.b64encode(buffer.getvalue()).decode()
     return f'<img class="{shown.split}" alt="" src="data:image/jpeg;base64,{content}">'
+
+
+def _parted(line: str) -> tuple[str, str]:
+    """Returns the file or sample that a line is about, and the reason."""
+    what, _, reason = line.partition(": ")
+    # A file, and the sample in it.
+    if "/" in what and what.endswith(IN_FILES) and ": " in reason:
+        sample, _, reason = reason.partition(": ")
+        what = f"{what}: {sample}"
+    return what, reason
 
 
 def _spread(values: Sequence[int]) -> dict[str, float] | None:

@@ -87,7 +87,9 @@ class Part(NamedTuple):
     fields: name -> the further field of each sample, None where a sample lacks it.
     hot: the length of the lists that labels come from, if they are a 0 or 1 for every class; else 0.
     splits: what names the split of each sample, if every sample has a name for it.
+    doubt: what is wrong with the names of splits, if only some samples have one.
     unlabelled: how many samples were left out because they have no label.
+    notes: what may not be meant so, in words.
     """
 
     name: str
@@ -103,7 +105,9 @@ class Part(NamedTuple):
     fields: Mapping[str, Sequence[Any]] = {}
     hot: int = 0
     splits: Sequence[str] = ()
+    doubt: str = ""
     unlabelled: int = 0
+    notes: Sequence[str] = ()
 
 
 class Table:
@@ -154,7 +158,7 @@ class Table:
         if not numbers:
             reason = "".join(f"; {line}" for line in self.skipped[:1])
             raise UsageError(f"no sample with an image and a label in {files[0].name}, ..{reason}")
-        self.notes: list[str] = []
+        self.notes = [note for part in files for note in part.notes]
         if None in first:
             if len(first) > 1:
                 self.notes.append(f"{first[None]} has no label: all images are of one class, {ONE_CLASS}")
@@ -168,8 +172,8 @@ class Table:
                     "every image has both classes: if a list is a 0 or 1 for each class, give the class that"
                     " the image has instead"
                 )
-        if len(self.classes) < 2 and not any(part.fields for part in files):
-            raise UsageError(f"only one class ({', '.join(self.classes)}): there is nothing to learn")
+        if len({*self._class_of.values()}) < 2 and not any(part.fields for part in files):
+            raise UsageError(f"only one class ({next(iter(first))}): there is nothing to learn")
         self.labels: Ints = np.array([*self._class_of.values()])[np.concatenate(labels)]
         ids = np.concatenate(ids)
         self._occurrence = _occurrences(ids)
@@ -198,13 +202,15 @@ class Table:
                 f"none of the {unlabelled} images for validation has a label: they are left out, and"
                 f" {val_frac:.0%} of the others are for validation"
             )
+        if doubt := next((f"{part.name}: {part.doubt}" for part in files if part.doubt), ""):
+            raise UsageError(doubt)
         words = Counter(chain.from_iterable(part.splits for part in files))
         if "train" not in words or len(words) == 1:
             return choose_validation(ids, self.labels, val_frac), everything
         silent = [part.name for part, count in zip(files, counts, strict=True) if count and not part.splits]
         if silent:
             raise UsageError(f"{silent[0]} does not say for each image whether it is for training, others do")
-        meaning, notes = meaning_of(words)
+        meaning, notes = meaning_of(words, "image")
         self.notes += notes
         found = [meaning.get(word) for part in files for word in part.splits]
         return np.array([split == "val" for split in found]), np.array([split is not None for split in found])

@@ -28,7 +28,7 @@ from orchestrator.data.litdata import litdata_source
 from orchestrator.data.mds import mds_source
 from orchestrator.data.samples import Execute, Part, Sample, Source, tabulated
 from orchestrator.data.sequences import python_topics, text_files
-from orchestrator.data.splits import splits_of
+from orchestrator.data.splits import splits_of, splits_of_samples
 from orchestrator.data.text import TEXT
 from orchestrator.errors import UsageError
 from orchestrator.plugins import function_of
@@ -84,7 +84,7 @@ def open_source(
         raise UsageError(f"`val_frac` {val_frac}: must lie between 0 and 1, both excluded")
     kind, _, rest = name.partition(":")
     if kind.endswith(".py"):
-        return _of_user(name, val_frac, captions)
+        return _of_user(name, val_frac, captions, ignore_split_names)
     if captions and kind in ("digits", "cluttered-digits", "python-topics", "text", "torchvision"):
         raise UsageError(
             f"{name} has no captions; digits-captions has, and folder, webdataset, parquet, csv, mds and"
@@ -124,15 +124,15 @@ def open_source(
     raise UsageError(f"unknown source {name!r}; known: {KINDS}")
 
 
-def _of_user(name: str, val_frac: float, captions: bool) -> Source:
+def _of_user(name: str, val_frac: float, captions: bool, ignore_split_names: bool) -> Source:
     """Returns what a user's own function does: a `Source`, or samples with their bytes, which are split."""
-    source = _called(name, val_frac)
+    source = _called(name, val_frac, ignore_split_names)
     if captions and not all(TEXT in sample.fields for part in source.splits.values() for sample in part):
         raise UsageError(f"{name}: a sample has no captions; give each fields={{{TEXT!r}: b'a caption'}}")
     return source
 
 
-def _called(name: str, val_frac: float) -> Source:
+def _called(name: str, val_frac: float, ignore_split_names: bool) -> Source:
     try:
         found = function_of(name)()
         samples = [] if isinstance(found, Source) else list(found)
@@ -144,6 +144,10 @@ def _called(name: str, val_frac: float) -> Source:
         return found
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
         raise UsageError(f"{name} must return a Source, or samples: Sample(image=.., label=.., key=..)")
+    for sample in samples:
+        if not (isinstance(sample.key, str) and isinstance(sample.image, bytes)):
+            kinds = f"key={sample.key!r} and an image of {type(sample.image).__name__}"
+            raise UsageError(f"{name}: a sample has {kinds}: a key is text, an image its encoded bytes")
     try:
         sets = [listed_labels([sample.label, *sample.others]) for sample in samples]
     except ValueError as error:
@@ -164,6 +168,7 @@ def _called(name: str, val_frac: float) -> Source:
         skipped=[f"{sample.key}: no label" for sample, has in zip(samples, there, strict=True) if not has],
         fields=further,
         hot=labels.hot,
+        splits=[] if ignore_split_names else splits_of_samples(keys),
     )
     return tabulated([part], {"all": None}, val_frac, iter)
 
@@ -182,7 +187,7 @@ def _shards(
     splits = {storage.join(folder, name): split for name, split in named.items()}
     parts = execute(index, list(splits))
     if ignore_split_names:
-        parts = (part._replace(splits=()) for part in parts)
+        parts = (part._replace(splits=(), doubt="") for part in parts)
     return tabulated(parts, splits, val_frac, fetch, notes=notes)
 
 

@@ -8,10 +8,17 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
+from typing import Any
 
 from orchestrator.errors import UsageError
 
-SPLIT_COLUMNS = ("split", "subset", "partition", "usage", "phase", "data set", "dataset", "data_set", "set")
+# Columns of splits; the second are taken if all their texts are words for splits.
+SPLIT_COLUMNS = ("split", "subset", "partition", "usage", "phase")
+PERHAPS_SPLITS = (
+    *("data set", "dataset", "data_set", "data_split", "split_name", "set", "set_name", "image_set", "type"),
+    *("mode", "role", "purpose", "tvt", "group", "part", "fold"),
+)
+FLAG_COLUMN = re.compile(r"(is_?)?(train|test|val|valid)(ing|ation)?|in_?(train|test|val)", re.IGNORECASE)
 WORDS: Mapping[str, str] = {
     "train": "train|training|trainval",
     "val": "val|valid|validation|dev",
@@ -20,11 +27,12 @@ WORDS: Mapping[str, str] = {
 WHOLE = {split: re.compile(rf"(?:{words})(?:set|split|data)?") for split, words in WORDS.items()}
 CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")  # TrainSet, imagesTrain
 NO_WORD = re.compile(r"[^a-z]+")
+TRAIN_VAL = re.compile(r"train[^a-z]val(?![a-z])")
 
 
 def split_named(name: str) -> str | None:
     """Returns ``train``, ``val`` or ``test`` if a name has a word for it; None if it has none or several."""
-    words = NO_WORD.split(CAPITAL.sub(" ", name).lower())
+    words = NO_WORD.split(TRAIN_VAL.sub("trainval", CAPITAL.sub(" ", name).lower()))
     found = {split for split, pattern in WHOLE.items() if any(map(pattern.fullmatch, words))}
     return found.pop() if len(found) == 1 else None
 
@@ -49,12 +57,29 @@ def splits_of_samples(names: Sequence[str]) -> list[str]:
     return next(([split for split in each if split] for each in found if all(each)), [])
 
 
-def meaning_of(words: Mapping[str, int]) -> tuple[dict[str, str], list[str]]:
+def splits_of_rows(column: str, values: Sequence[Any]) -> tuple[list[str], str]:
+    """Returns the split of each row by a column of splits, and what is wrong if some values are words for
+    splits and others are not; nothing if none is.
+    """
+    found = [split_named(value) if isinstance(value, str) else None for value in values]
+    strange = sorted({str(value) for value, split in zip(values, found, strict=True) if not split})
+    if not strange:
+        return [split for split in found if split], ""
+    if not any(found) or column.casefold() not in SPLIT_COLUMNS:
+        return [], ""
+    return [], (
+        f"column {column} names splits, but {', '.join(map(repr, strange[:5]))} is none: write train, val or"
+        " test for each row, leave these rows out, or `ignore_split_names`"
+    )
+
+
+def meaning_of(words: Mapping[str, int], unit: str) -> tuple[dict[str, str], list[str]]:
     """Maps words for splits, with the number of files or images that have each, to ``train`` and ``val``, and
     says in words what else is there. A test split validates only where there is no other.
     """
     if "val" in words:
-        left_out = [f"the test split is left out ({words['test']:,})"] if words.get("test") else []
+        count = words.get("test", 0)
+        left_out = [f"the test split is left out ({count:,} {unit}{'s' * (count > 1)})"] if count else []
         return {"train": "train", "val": "val"}, left_out
     return {"train": "train", "test": "val"}, ["validation is the test split, because there is no other"]
 
@@ -67,15 +92,17 @@ def resolve(hints: Mapping[str, str | None], where: str) -> tuple[dict[str, str 
         UsageError: if there are none for training, or only some have a split.
     """
     words = Counter(hints.values())
+    if len(hints) == 1:  # who names one file means that file
+        return dict.fromkeys(hints), []
     if words.keys() <= {None} or words.keys() <= {"train"}:
         return dict.fromkeys(hints), []
-    way = "rename or leave out what is none, or `ignore_split_names`"
+    way = "rename the files, leave some out, or pack them with `ignore_split_names`"
     if lost := next((name for name, split in hints.items() if split is None), None):
         raise UsageError(f"{where}: {lost} is neither for training nor for validation, but others are: {way}")
     if "train" not in words:
         named = " and ".join(sorted(map(str, words)))
         raise UsageError(f"{where} has images for {named}, none for train: {way}")
-    meaning, notes = meaning_of({split: count for split, count in words.items() if split})
+    meaning, notes = meaning_of({split: count for split, count in words.items() if split}, "file")
     return {name: meaning[split] for name, split in hints.items() if split in meaning}, notes
 
 

@@ -15,7 +15,7 @@ from orchestrator import storage
 from orchestrator.data.labels import listed_labels, read_labels
 from orchestrator.data.manifest import Shard
 from orchestrator.data.samples import Part
-from orchestrator.data.splits import splits_of_samples
+from orchestrator.data.splits import SPLIT_COLUMNS, splits_of_rows, splits_of_samples
 from orchestrator.data.text import TEXT, captions_as_field, captions_in_file
 from orchestrator.errors import UsageError
 
@@ -132,11 +132,13 @@ def index_tar(location: str, *, captions: bool = False, caption_lines: bool = Fa
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise UsageError(f"{location} is not a whole uncompressed tar: {error}") from None
     rows, unlabelled = [], 0
+    words: dict[str, Any] = {}
     for key, parts in samples:
         try:
             place = _tar_image(parts)
             text = _tar_captions(parts, caption_lines) if captions else b""
             rows.append((key, place, text, _tar_labels(parts, optional=captions)))
+            words[key] = _in_json(parts, SPLIT_COLUMNS)
         except (ValueError, RecursionError) as error:
             problems.append(f"{key}: {error}")
     labels = read_labels([found for *_, found in rows], [key for key, *_ in rows], location)
@@ -149,6 +151,7 @@ def index_tar(location: str, *, captions: bool = False, caption_lines: bool = Fa
     if begin:
         problems.append(f"the {shard.bytes - begin} bytes from byte {begin} on are not a tar")
     keys = [rows[row][0] for row in chosen]
+    by_field, doubt = splits_of_rows("split", [words[key] for key in keys])
     return Part(
         location,
         [labels.first[row] for row in chosen],
@@ -160,7 +163,8 @@ def index_tar(location: str, *, captions: bool = False, caption_lines: bool = Fa
         crcs=[rows[row][1][2] for row in chosen],
         fields={TEXT: [rows[row][2] for row in chosen]} if captions else {},
         hot=labels.hot,
-        splits=splits_of_samples(keys),
+        splits=by_field or splits_of_samples(keys),
+        doubt=doubt,
         unlabelled=unlabelled,
     )
 

@@ -74,6 +74,8 @@ def captions_as_field(captions: Any) -> bytes:
     """
     lines = []
     for caption in captions if isinstance(captions, list) else [captions]:
+        if caption != caption or caption == "nan":  # what pandas writes where there is none
+            continue
         if not isinstance(caption, str | bytes | None):
             raise ValueError(f"its caption {caption!r} is not text")
         text = caption.decode(errors="surrogateescape") if isinstance(caption, bytes) else caption or ""

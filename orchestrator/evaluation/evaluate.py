@@ -115,8 +115,8 @@ class Scores:
             raise UsageError("none of the images of the split can be decoded")
         if lost := int(sum_over_ranks(self.not_finite)):
             raise UsageError(
-                f"the model's outputs are not finite for {lost} of {count} images: its weights overflow or are"
-                " damaged, and scores would mean nothing"
+                f"the model's outputs are not finite for {lost} of {count} images: its weights overflow"
+                " or are damaged, and scores would mean nothing"
             )
         return self
 

@@ -61,8 +61,8 @@ def test_transparency_is_named_and_can_be_put_on_a_background(call: Call, tmp_pa
     error, lines = call(*source)
     assert error == ""
     assert (
-        "8 of 9 images have transparency and are trained on without their alpha: --background white puts them"
-        " on a colour" in lines
+        "warning: 8 of 9 images have transparency and are trained on without their alpha: `background` white"
+        " puts them on a colour" in lines
     )
     assert corners(tmp_path / "out") == {(0, 0, 255)}
     _, lines = call(*source, "--fresh", "--background", "white")

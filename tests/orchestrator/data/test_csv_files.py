@@ -72,3 +72,17 @@ def test_objects(tmp_path: Path) -> None:
     for text, message in ((b"[1]", "an object is wanted"), (b"{", "line 1: Expecting")):
         with pytest.raises(UsageError, match=message):
             listed(tmp_path, text, "metadata.jsonl")
+
+
+def test_a_label_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    text = "path,label\n" + "".join(f"{path},café{label}\n" for path, label in ROWS)
+    with pytest.raises(UsageError, match="line 2: label 'cafédog' is not UTF-8: save the file as UTF-8"):
+        listed(tmp_path, text.encode("cp1252"))
+
+
+def test_lists_without_images_are_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, {"classes.csv": b"number,name\n0,cat\n"})
+    listed(tmp_path, ("path,label\n" + "".join(f"{path},{label}\n" for path, label in ROWS)).encode())
+    source = open_source(f"csv:{tmp_path}", val_frac=0.4)
+    assert "classes.csv has no path column" in source.skipped[0]
+    assert len(named(source)) == 8

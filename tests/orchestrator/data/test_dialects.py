@@ -25,8 +25,10 @@ TEXT = st.text(st.sampled_from("abcXYZ 019.,;|'\"[](){}=&+-_éßЖ猫\u0301\ufef
 
 def is_plain(name: str) -> bool:
     """Returns whether a text is a name and nothing else: no number, list, split or hidden folder."""
-    kinds = {typed: listed_labels(name, typed=typed) for typed in (True, False)}
-    meant = all(found == [name_of(name)] for found in kinds.values()) and name_of(name).casefold() != "nan"
+    try:
+        meant = all(listed_labels(name, typed=typed) == [name_of(name)] for typed in (True, False))
+    except ValueError:
+        return False
     return meant and bool(name_of(name)) and not split_named(name) and not is_hidden(f"{name}/x")
 
 

@@ -115,7 +115,7 @@ def test_names_of_listed_labels(tmp_path: Path) -> None:
     ("write", "message"),
     [
         (
-            lambda path: parquet(path / "x.parquet", columns([*SETS[:5], [0, 1] * 40])),
+            lambda path: parquet(path / "x.parquet", columns([*SETS[:5], [0, 2] * 40])),
             rf"x.parquet: 5 lists 80 labels, more than {MAX_LABELS}: list the classes that the image has",
         ),
         (
@@ -284,6 +284,8 @@ WRITTEN = {  # the text of a .cls member -> its label
     "b'cat'": "cat",
     " cat\n": "cat",
     "cafe\u0301": "caf\u00e9",
+    "\u0663": 3,
+    "3e0": 3,
 }
 
 
@@ -293,7 +295,7 @@ def test_whatever_wrote_a_label(text: str) -> None:
     assert found == Labels([WRITTEN[text]], [], 0)
     # In a column or in JSON, a text is a name, also if it is a number's.
     name = read_labels([listed_labels(text)], ["a"], "x").first[0]
-    assert name == (3 if "[" in text else str(WRITTEN[text]))
+    assert name == (3 if "[" in text else text if text == "\u0663" else str(WRITTEN[text]))
 
 
 @pytest.mark.parametrize(
@@ -308,6 +310,38 @@ def test_no_label(value: Any, typed: bool) -> None:
 def test_numbers_that_are_no_class(value: Any) -> None:
     with pytest.raises(UsageError, match="of a is not a whole number"):
         read_labels([listed_labels(value)], ["a"], "x")
+
+
+LEFT_OVER = ["(0, 1)", "[ True False]", "1;0;0", "1|0|0", "True False False", "1,0,0", "[0 1\n 0]"]
+
+
+@pytest.mark.parametrize("text", LEFT_OVER)
+@pytest.mark.parametrize("typed", [True, False])
+def test_lists_as_programs_print_them(text: str, typed: bool) -> None:
+    found = listed_labels(text, typed=typed)
+    assert len(found) == text.count("0") + text.count("1") + text.count("True") + text.count("False")
+    assert {*map(int, found)} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "text", ["[0 0 ... 0 1]", '{"label": 1}', "cat\ndog", "label\n0", "\x01\0\0", "1,000"]
+)
+@pytest.mark.parametrize("typed", [True, False])
+def test_texts_that_are_no_label(text: str, typed: bool) -> None:
+    with pytest.raises(ValueError, match="label "):
+        listed_labels(text, typed=typed)
+
+
+@pytest.mark.parametrize("none", [None, [], [None], ""])
+def test_an_image_without_a_label_among_lists_of_0_and_1(none: Any) -> None:
+    sets = [[1, 0, 1, 0], [0, 1, 0, 0], listed_labels(none)]
+    assert read_labels(sets, ["a", "b", "c"], "x") == Labels([0, 1, None], [(2,), (), ()], 4)
+
+
+@pytest.mark.parametrize("odd", [[1, 0], [2, 0, 0, 1], [3], [0, 0, 2]])
+def test_a_list_that_is_not_as_the_others(odd: list[int]) -> None:
+    with pytest.raises(UsageError, match=r"\[1, 0, 1, 0\] has a 0 or 1 for every class, but not all lists"):
+        read_labels([[1, 0, 1, 0], [0, 1, 0, 0], odd], ["a", "b", "c"], "x")
 
 
 def test_names_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
@@ -400,7 +434,7 @@ def test_files_that_differ_in_what_their_lists_are(tmp_path: Path) -> None:
 def test_names_that_may_be_one_class() -> None:
     notes = notes_on_classes(["Cat", "cat", "sea lion", "sealion", "a|b", "a", "b"], 0)
     assert notes == [
-        "classes differ in case or blanks alone: 'Cat' and 'cat', 'sea lion' and 'sealion'",
+        "classes differ in case, blanks or zeros alone: 'Cat' and 'cat', 'sea lion' and 'sealion'",
         "'a|b' is one class, not the classes that it names: list them, one in a row",
     ]
 

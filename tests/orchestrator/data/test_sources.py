@@ -120,7 +120,7 @@ class TestFolder:
             write(tmp_path, {"test/a/4.png": PNG})
             source = open_source(f"folder:{tmp_path}")
             assert {*everything(source)[0]} == {*expected}
-            assert source.notes == ("the test split is left out (1)",)
+            assert source.notes == ("the test split is left out (1 file)",)
         else:
             assert source.notes == ("validation is the test split, because there is no other",)
 
@@ -352,6 +352,7 @@ class TestShards:
             open_source(f"parquet:{tmp_path}")
         for name in ("train-0.tar", "more.tar"):
             (tmp_path / name).unlink()
+        write_tar(tmp_path / "val-1", 4, 4)
         with pytest.raises(UsageError, match="has images for val, none for train"):
             open_source(f"webdataset:{tmp_path}")
 

@@ -1,5 +1,6 @@
 """Words for splits in names of files, folders and samples."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_what_is_left_out_and_refused() -> None:
     named, notes = splits_of(["train-0.tar", "dev-0.tar", "eval-0.tar"], "here")
     assert (named, notes) == (
         {"train-0.tar": "train", "dev-0.tar": "val"},
-        ["the test split is left out (1)"],
+        ["the test split is left out (1 file)"],
     )
     named, notes = splits_of(["train-0.tar", "testing-0.tar"], "here")
     assert (named["testing-0.tar"], notes) == (
@@ -82,7 +83,10 @@ FOLDERS = {  # folders of images -> what becomes of them
     "train/a train/b unlabelled": "is train a class, or does it hold the training images of the classes a, b",
     "here/train/a here/test/a there/train/a there/test/a": "each of the folders .* name the one to take",
     "train/a train/b val": "the images for val are in no class folder",
-    "archive/train/a archive/test/a": "only one class .* take .*/archive, which has the folders test, train",
+    "archive/train/a archive/train/b archive/test/a archive/test/b": ("ab", "train"),
+    "images/a images/b": ("ab", None),
+    "a/2020/train a/2020/val b/2020/train b/2020/val": ("ab", "train"),
+    "train_val/a train_val/b test/a test/b": ("ab", "train"),
 }
 
 
@@ -138,7 +142,7 @@ def test_one_file_of_several_splits(said: str, tmp_path: Path) -> None:
         split: {int(s.key.rpartition("/")[2]) % 3 for s in rows} for split, rows in source.splits.items()
     }
     assert found == {"train": {0}, "val": {1}}
-    assert source.notes == ("the test split is left out (4)",)
+    assert source.notes == ("the test split is left out (4 images)",)
 
 
 def test_a_test_split_without_labels(tmp_path: Path) -> None:
@@ -148,3 +152,51 @@ def test_a_test_split_without_labels(tmp_path: Path) -> None:
     source = open_source(f"parquet:{tmp_path}", val_frac=0.25)
     assert sum(map(len, source.splits.values())) == 8
     assert "none of the 4 images for validation has a label: they are left out" in "; ".join(source.notes)
+
+
+@pytest.mark.parametrize("value", ["", None, "holdout", "dev_test"])
+def test_a_column_of_splits_that_does_not_say_all(value: str | None, tmp_path: Path) -> None:
+    columns = {"image": [numbered(n) for n in range(9)], "label": [0, 1, 2] * 3}
+    columns |= {"split": ["train"] * 3 + ["val"] * 3 + [value] * 3}
+    file = parquet(tmp_path / "x.parquet", columns)
+    with pytest.raises(
+        UsageError, match=f"column split names splits, but {value!r}" if value else "names splits"
+    ):
+        open_source(f"parquet:{file}")
+    assert len(open_source(f"parquet:{file}", ignore_split_names=True, val_frac=0.4).splits) == 2
+
+
+def test_a_flag_for_training_is_said_to_say_nothing(tmp_path: Path) -> None:
+    columns = {"image": [numbered(n) for n in range(8)], "label": [0, 1] * 4, "is_train": [1, 0] * 4}
+    (note,) = open_source(f"parquet:{parquet(tmp_path / 'x.parquet', columns)}", val_frac=0.4).notes
+    assert "column is_train says nothing here" in note
+
+
+def test_a_field_of_json_and_keys_of_a_source(tmp_path: Path) -> None:
+    def members(n: int) -> list[tuple[str, bytes]]:
+        label = json.dumps({"label": n % 2, "split": "train" if n < 4 else "dev"}).encode()
+        return [(f"{n}.png", numbered(n)), (f"{n}.json", label)]
+
+    tar(tmp_path / "a.tar", [member for n in range(8) for member in members(n)])
+    source = open_source(f"webdataset:{tmp_path}")
+    assert {int(sample.key) >= 4 for sample in source.splits["val"]} == {True}
+    keys = ["train/0", "train/1", "val/2", "val/3"]
+    made = f"[Sample(image=b'-', label=n % 2, key=key) for n, key in enumerate({keys})]"
+    own = f"from orchestrator import Sample\n\n\ndef make():\n    return {made}\n"
+    (tmp_path / "own.py").write_text(own)
+    source = open_source(f"{tmp_path}/own.py:make")
+    assert [sample.key for sample in source.splits["val"]] == ["val/2", "val/3"]
+
+
+NOTED = {  # folders -> what is said of them
+    "color/a color/b grey/a grey/b": "the classes color, grey have the same folders, a, b",
+    "COVID/images COVID/masks Normal/images Normal/masks": "have the same folders, images, masks",
+    "cat dog augmented/cat augmented/dog": "the class augmented has folders that are called as other classes",
+    "a a/val b": "folders inside of classes, val, say nothing about splits",
+}
+
+
+@pytest.mark.parametrize("folders", NOTED)
+def test_folders_that_may_be_no_classes(folders: str, tmp_path: Path) -> None:
+    write(tmp_path, {f"{folder}/{n}.png": numbered(n) for folder in folders.split() for n in range(4)})
+    assert any(NOTED[folders] in note for note in open_source(f"folder:{tmp_path}").notes)
