@@ -194,7 +194,7 @@ def print_skipped(report: PackingReport) -> None:
         extensions = Counter(os.path.splitext(name)[1].lower() for name in others).most_common(SHOWN)
         listed = ", ".join(f"{count:,} {extension}" for extension, count in extensions)
         print(f"skipped {len(others):,} files that are not images: {listed}")
-    reasons = [found for found in report.reasons() if not found[0].endswith(NOT_AN_IMAGE[2:])]
+    reasons = [found for found in report.reasons() if NOT_AN_IMAGE[2:] not in found[0]]
     for why, count, first in reasons[:SHOWN]:
         print(f"skipped {first}: {why}" if count == 1 else f"skipped {count:,}: {why}, such as {first}")
     if len(reasons) > SHOWN:

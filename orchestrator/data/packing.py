@@ -175,7 +175,7 @@ def pack(
         pixels=Pixels.joined([packed.pixels for packed in done]),
         captions=captions if TEXT in fields else {},
         shown=choose_shown(
-            (packed.path.partition("/")[0], packed.path, packed.shard[1].records)
+            (packed.path.partition("/")[0], packed.path, packed.shard[1])
             for packed in done
             if packed.shard and source.images
         ),

@@ -19,12 +19,14 @@ from PIL import Image
 
 from orchestrator import storage
 from orchestrator.data.images import BadImage, Transform
+from orchestrator.data.index import IndexedShard
 from orchestrator.data.manifest import Manifest
 
 DARK = 1 << 14  # samples of 16 bits: an image of none above is at most 63 of 255
 FEW = 5  # training images of a class
 MOST_COMMON = 0.5  # of the validation images
 SHOWN = 20  # classes, and reasons, in words
+FOLDERS = 5  # of files that are no images
 CLASSES = 200  # on the page
 PER_CLASS = 8  # images of a class on the page
 SIDE = 72  # pixels of an image on the page
@@ -35,6 +37,7 @@ REPORT, PAGE = "report.json", "report.html"
 STYLE = """body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem;
   color: light-dark(#222, #ddd); background: light-dark(#fff, #181818); color-scheme: light dark; }
 td { padding: .2rem .8rem .2rem 0; vertical-align: middle; } td.n { text-align: right; }
+th { text-align: left; }
 img { width: 4.5rem; height: 4.5rem; margin-right: 2px; image-rendering: pixelated; }
 img.val { outline: 2px solid #c80; outline-offset: -2px; } li { margin: .2rem 0; }"""
 
@@ -82,6 +85,7 @@ class Shown(NamedTuple):
     """The place of an image on the page."""
 
     split: str
+    key: str
     path: str
     offset: int
     size: int
@@ -141,21 +145,21 @@ class PackingReport:
         return found
 
     def reasons(self) -> list[tuple[str, int, str]]:
-        """Returns why files and samples were skipped: the reason, how many, and the first of them. Files that
-        are no images are told apart by their extension and folder.
+        """Returns why files and samples were skipped: the reason, how many, and the first of them, the most
+        frequent reason first. Files that are no images are told apart by their extension.
         """
         found: dict[str, list[str]] = {}
         for line in self.skipped:
             what, reason = _parted(line)
             if line.endswith(NOT_AN_IMAGE):
-                file = PurePosixPath(what)
-                reason = f"{file.suffix.lower()} in {file.parent.name} {reason}"
+                reason = f"{PurePosixPath(what).suffix.lower()} {reason}"
             found.setdefault(reason, []).append(what)
-        return [(why, len(what), what[0]) for why, what in found.items()]
+        by_count = sorted(found.items(), key=lambda item: -len(item[1]))
+        return [(_with_folders(why, what), len(what), what[0]) for why, what in by_count]
 
     def to_json(self) -> dict[str, Any]:
         manifest, pixels = self.manifest, self.pixels
-        heights, widths = zip(*pixels.sizes.elements(), strict=True) if pixels.sizes else ((), ())
+        heights, widths = self._sides()
         return {
             "images": {split: manifest.rows(split) for split in manifest.splits},
             "classes": [
@@ -175,6 +179,10 @@ class PackingReport:
             "skipped": [{"reason": why, "count": n, "first": first} for why, n, first in self.reasons()],
         }
 
+    def _sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        sizes = [size for size in self.pixels.sizes.elements() if size != (0, 0)]
+        return (tuple(height for height, _ in sizes), tuple(width for _, width in sizes))
+
     def save(self, out: str) -> None:
         """Writes `report.json` and `report.html` beside the manifest. Raises OSError if storage fails."""
         storage.write_bytes(storage.join(out, REPORT), json.dumps(self.to_json(), indent=1).encode())
@@ -191,34 +199,36 @@ class PackingReport:
             rows.append(f"<tr><td></td><td>.. {len(manifest.classes) - CLASSES} more classes</td></tr>")
         warned = "".join(f"<li>{esc(line)}</li>" for line in self.warnings())
         reasons = (f"{count:,}: {why}, such as {first}" for why, count, first in self.reasons()[:SHOWN])
+        height, width = (_spread([*each]) for each in self._sides())
+        medians = (height["median"], width["median"]) if height and width else None
+        size = f", of {medians[1]:g} x {medians[0]:g} pixels (medians)" if medians else ""
         left_out = "".join(f"<li>{esc(line)}</li>" for line in reasons)
         return f"""<!doctype html><html lang="en"><meta charset="utf-8">
 <title>{esc(out)}</title><style>{STYLE}</style>
 <h1>{esc(out.rpartition("/")[2])}</h1>
 <p>{manifest.rows("train"):,} images for training and {manifest.rows("val"):,} for validation, of
-{len(manifest.classes):,} classes. They are shown as a model sees them in evaluation; a frame marks those for
-validation.</p>
+{len(manifest.classes):,} classes{size}. The middle of some images of each class is shown; a frame marks
+those for validation.</p>
 {f"<h2>Look at this</h2><ul>{warned}</ul>" if warned else ""}
-{f"<h2>Left out</h2><ul>{left_out}</ul>" if left_out else ""}
-<h2>Classes</h2><table><tr><td></td><td>class</td><td>training</td><td>validation</td><td></td></tr>
-{"".join(rows)}</table></html>
+<h2>Classes</h2><table><tr><th></th><th>class</th><th>training</th><th>validation</th><th></th></tr>
+{"".join(rows)}</table>
+{f"<h2>Left out</h2><ul>{left_out}</ul>" if left_out else ""}</html>
 """
 
 
-def choose_shown(places: Iterable[tuple[str, str, Any]]) -> dict[int, list[Shown]]:
+def choose_shown(places: Iterable[tuple[str, str, IndexedShard]]) -> dict[int, list[Shown]]:
     """Chooses a few images of each label: the first of training, then of validation.
 
-    places: the split, the path and the index's records of each shard.
+    places: the split, the path and the index of each shard.
     """
     limit = {"train": PER_CLASS - 2, "val": PER_CLASS}
     found: dict[int, list[Shown]] = {}
-    for split, path, records in places:
-        for label, offset, size in zip(
-            records["label"].tolist(), records["offset"].tolist(), records["size"].tolist(), strict=True
-        ):
-            mine = found.setdefault(label, []) if label < CLASSES else []
+    for split, path, (records, keys) in places:
+        columns = (records[name].tolist() for name in ("label", "offset", "size"))
+        for label, offset, size, key in zip(*columns, keys, strict=True):
+            mine = found.setdefault(label, [])
             if label < CLASSES and len(mine) < limit[split]:
-                mine.append(Shown(split, path, offset, size))
+                mine.append(Shown(split, key, path, offset, size))
     return found
 
 
@@ -231,7 +241,8 @@ def _picture(out: str, shown: Shown) -> str:
     buffer = io.BytesIO()
     Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(buffer, "JPEG", quality=85)
     content = base64.b64encode(buffer.getvalue()).decode()
-    return f'<img class="{shown.split}" alt="" src="data:image/jpeg;base64,{content}">'
+    key = html.escape(shown.key, quote=True)
+    return f'<img class="{shown.split}" alt="{key}" title="{key}" src="data:image/jpeg;base64,{content}">'
 
 
 def _parted(line: str) -> tuple[str, str]:
@@ -242,6 +253,14 @@ def _parted(line: str) -> tuple[str, str]:
         sample, _, reason = reason.partition(": ")
         what = f"{what}: {sample}"
     return what, reason
+
+
+def _with_folders(reason: str, files: Sequence[str]) -> str:
+    """Adds the folders of files that are no images, which may have been meant as classes."""
+    if not reason.endswith(NOT_AN_IMAGE[2:]):
+        return reason
+    folders = sorted({PurePosixPath(file).parent.name for file in files})
+    return f"{reason}, in {', '.join(folders[:FOLDERS])}{' ..' * (len(folders) > FOLDERS)}"
 
 
 def _spread(values: Sequence[int]) -> dict[str, float] | None:

@@ -64,7 +64,7 @@ def test_transparency_and_reasons(tmp_path: Path) -> None:
     report = packed(tmp_path, files)
     assert report.pixels.transparent == 3
     ((reason, count, first),) = report.reasons()
-    assert (reason, count) == (".txt in dog is not an image by its name", 2)
+    assert (reason, count) == (".txt is not an image by its name, in dog", 2)
     assert first.endswith("dog/a.txt")
 
 
