@@ -62,6 +62,7 @@ orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoin
     orchestrator.tasks orchestrator.tracking orchestrator.training.metrics_file
     orchestrator.training.run_directory orchestrator.training.sweep_directory
 orchestrator.tracking.served: moe.load orchestrator.data.batch orchestrator.data.images
+    orchestrator.data.preparation
 orchestrator.data: moe.config moe.tokenizers orchestrator.config orchestrator.data orchestrator.plugins
     orchestrator.storage orchestrator.threads
 orchestrator.data.plan:

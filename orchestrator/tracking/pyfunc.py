@@ -29,7 +29,10 @@ from orchestrator.tracking import served
 
 MOE = Path(moe.__file__).parent
 # Without their __init__.py they are namespace packages, which never hide an installed orchestrator.
-FILES = ("data/augment.py", "data/batch.py", "data/images.py", "tracking/served.py")
+FILES = (
+    *("data/augment.py", "data/batch.py", "data/images.py", "data/preparation.py"),
+    *("errors.py", "tracking/served.py"),
+)
 PACKAGES = ("mlflow", "numpy", "pandas", "pillow", "safetensors", "torch", "torchvision")
 INPUTS = Schema([ColSpec("binary", "image")])
 OUTPUTS = Schema([ColSpec("string", "label"), ColSpec("double", "probability")])
@@ -68,6 +71,8 @@ def write_pyfunc(source: ModelRef, out: str, mlmodel: MLmodel | None = None) -> 
         "step": source.step,
         **source.run.data.eval_settings(),
         "classes": source.classes,
+        "probability": source.run.task.probability,
+        "preparation": vars(source.preparation),
         "model": to_dict(source.run.model),
     }
     side = source.run.model.image_size

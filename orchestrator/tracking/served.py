@@ -16,6 +16,7 @@ from mlflow.exceptions import MlflowException
 from moe.load import CONFIG, load
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import BadImage, Transform
+from orchestrator.data.preparation import Preparation
 
 IMAGES_PER_PASS = 64
 TRANSFORM = ("eval_resize", "eval_crop", "eval_interpolation")
@@ -31,7 +32,8 @@ class ImageClassifier:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = load(folder, self.device)
         self.classes: list[str] | None = config["classes"]
-        self.is_sigmoid = config.get("probability") == "sigmoid"
+        self.is_sigmoid = config["probability"] == "sigmoid"
+        self.preparation = Preparation(**config["preparation"])
         settings = {name: config[name] for name in TRANSFORM}
         self.transform = Transform(size=self.model.config.image_size, **settings)
 
@@ -62,7 +64,7 @@ class ImageClassifier:
 
     def _decoded(self, row: int, image: bytes | str) -> torch.Tensor:
         try:
-            return self.transform(_encoded(image))
+            return self.transform(self.preparation.prepare(_encoded(image)))
         except (BadImage, ValueError, TypeError) as error:
             raise MlflowException.invalid_parameter_value(f"image {row}: {error}") from None
 

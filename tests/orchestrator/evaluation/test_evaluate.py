@@ -113,6 +113,16 @@ def test_what_cannot_be_evaluated():
     assert (scores.images(), scores.unread) == (1, 1)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_outputs_that_are_not_finite_are_no_scores(number: float):
+    """Padding may be anything."""
+    logits, labels = torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.int64)
+    logits[1:3, 2] = number
+    with pytest.raises(UsageError, match="not finite for 2 of 3 images"):
+        scored(logits, labels, torch.tensor([1.0, 1, 1, 0])).of_all_ranks()
+    assert scored(logits, labels, torch.tensor([1.0, 0, 0, 1])).of_all_ranks().images() == 2
+
+
 class Clock:
     """A model whose passes take these seconds, in turns, and the clock that sees them."""
 

@@ -12,7 +12,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlflow.pyfunc
 import numpy as np
@@ -20,13 +22,19 @@ import pandas as pd
 import pytest
 import torch
 from mlflow.exceptions import MlflowException
+from PIL import Image
 
+from moe.model import Output
+from moe.models import ViTConfig
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import Transform
+from orchestrator.data.preparation import Preparation
 from orchestrator.evaluation.models import load_model
 from orchestrator.tracking import pyfunc
 from orchestrator.tracking.store import open_reader, open_tracking
 from orchestrator.tracking.sync import Sync
+from tests.orchestrator.data.images import encoded
+from tests.orchestrator.evaluation.exported import exported
 from tests.orchestrator.tracking.stores import wait_until
 from tests.parts import free_port, png
 
@@ -65,6 +73,39 @@ def test_it_is_the_model_that_was_trained(trained_home: Path, store: str) -> Non
     with pytest.raises(MlflowException, match="image 1: not an image of a known format") as error:
         packed.predict(pd.DataFrame({"image": [images(1)[0], b"no image"]}))
     assert error.value.get_http_status_code() == 400
+    frame = pd.DataFrame({"image": images(4)}, index=["a", "b", "c", "d"])
+    assert list(packed.predict(frame[1:3]).index) == ["b", "c"]
+    assert len(packed.predict(frame[:0])) == 0
+
+
+class Fixed:
+    """A model of two classes with these logits."""
+
+    def __init__(self, logits: list[list[float]]) -> None:
+        self.logits, self.config = torch.tensor(logits), ViTConfig()
+
+    def __call__(self, images: torch.Tensor) -> Output:
+        return Output({"logits": self.logits}, torch.zeros(()), {}, ())
+
+
+def test_what_outputs_mean_and_how_images_are_prepared(tmp_path: Path) -> None:
+    """Classes by themselves have probabilities of their own, outputs that are not finite name their row, and
+    a transparent image is seen on the background of the data.
+    """
+    ref = exported(tmp_path / "model.safetensors", {"model.width": 16, "task.loss": "sigmoid"})
+    pyfunc.write_pyfunc(replace(ref, preparation=Preparation(background="white")), str(tmp_path / "packed"))
+    packed: Any = mlflow.pyfunc.load_model(str(tmp_path / "packed"))._model_impl
+    glass = encoded(Image.new("RGBA", (20, 20), (0, 0, 0, 0)))
+    white = encoded(Image.new("RGB", (20, 20), (255, 255, 255)))
+    answers = packed.predict(pd.DataFrame({"image": [glass, white]}))
+    assert answers.probability[0] == answers.probability[1]
+    packed.model = Fixed([[2.0, 1.0], [-3.0, 3.0]])
+    found = packed.predict(pd.DataFrame({"image": [glass, white]}))
+    expected = torch.tensor([2.0, 3.0]).sigmoid().tolist()
+    assert list(found.probability) == pytest.approx(expected, rel=1e-6)
+    packed.model = Fixed([[2.0, 1.0], [float("nan"), 3.0]])
+    with pytest.raises(MlflowException, match="image 1: the model's outputs are not finite"):
+        packed.predict(pd.DataFrame({"image": [glass, white]}))
 
 
 def test_nothing_of_the_machine_goes_along(trained_home: Path, store: str, tmp_path: Path) -> None:
