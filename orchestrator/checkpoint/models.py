@@ -154,6 +154,12 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
         except FileNotFoundError as error:
             raise UsageError(str(error)) from None
         run, step = read_config(RunConfig, manifest.config), manifest.step
+    if classes and run.task.classifies and len(classes) != run.model.num_classes:
+        outputs = run.model.num_classes
+        log.warning(
+            "%s names %d classes for %d outputs: the names are left out", folder, len(classes), outputs
+        )
+        classes = ()
     name = f"{run.name}@{step}" if location == folder and step >= 0 else run.name
     return ModelRef(
         name=name,

@@ -138,6 +138,7 @@ def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = N
     except Exception as error:  # a config beside the weights may hold anything
         reason = f"settings that cannot be used: {reason_of(error)}"
         raise UsageError(f"{source}, read as weights of {kind.name}, has {reason}") from None
+    facts = _with_classes(facts, plan.config.num_classes)
     run = override(RunConfig(name=run_name(name), model=plan.config, data=data), changes)
     if run.model.kind != plan.config.kind:
         raise UsageError(f"weights of {kind.name} are those of a model of kind {plan.config.kind!r}")
@@ -162,6 +163,24 @@ def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = N
         facts=facts,
         resized=(old, new) if old != new else None,
     )
+
+
+def _with_classes(facts: Facts, outputs: int) -> Facts:
+    """Returns the facts with the names of classes by output, or without names, and why, if they are not
+    exactly those of the outputs. Names are a list, or by number.
+    """
+    names = facts.classes
+    if not names:
+        return replace(facts, classes=None)
+    by_number = names if isinstance(names, Mapping) else dict(enumerate(names))
+    if all(str(name).startswith("LABEL_") for name in by_number.values()):  # what transformers makes up
+        return replace(facts, classes=None)
+    found = {str(number): str(name) for number, name in by_number.items()}
+    if found.keys() == {*map(str, range(outputs))}:
+        return replace(facts, classes=tuple(found[str(number)] for number in range(outputs)))
+    ids = sorted(found, key=lambda number: (len(number), number))
+    note = f"{len(found)} names of classes, numbered {ids[0]} to {ids[-1]}, for {outputs} outputs: left out"
+    return replace(facts, classes=None, assumed=(*facts.assumed, note))
 
 
 def write_import(planned: Import, out: str, *, fresh: bool = False) -> None:

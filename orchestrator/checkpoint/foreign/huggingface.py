@@ -116,6 +116,9 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         raise UsageError(
             "a classifier on class token and mean, which the model here has not: save Dinov2Model"
         )
+    pools = any(name.startswith("pooler.dense.") for name in theirs)
+    if pools and (pooler := settings.get("pooler_act", "tanh")) != "tanh":
+        raise UsageError(f"pooler_act {pooler!r}: the model here has tanh between class token and features")
     mean, std, evaluation, assumed = _preprocessing(opened, kind)
     sizes = {
         ours: settings[key]
@@ -138,7 +141,7 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         std=std,
         resize=lambda image, new: F.interpolate(image, size=(new, new), mode="bicubic", align_corners=False),
         evaluation=evaluation,
-        classes=_classes(config.get("id2label")) if classifies else None,
+        classes=config.get("id2label") if classifies else None,
         sizes=sizes,
         assumed=assumed,
     )
@@ -158,12 +161,6 @@ def _named(tensors: Mapping[str, Lazy], kind: str) -> dict[str, Lazy]:
             name = name.replace(".mlp.fc1.", ".intermediate.dense.").replace(".mlp.fc2.", ".output.dense.")
         found[name] = lazy
     return found
-
-
-def _classes(names: object) -> tuple[str, ...] | None:
-    if not isinstance(names, Mapping) or all(str(name).startswith("LABEL_") for name in names.values()):
-        return None
-    return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
 def _preprocessing(

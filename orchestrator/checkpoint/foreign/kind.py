@@ -69,7 +69,7 @@ class Facts:
         mean, std: of the source's normalisation of pixels in 0..1, by channel.
         evaluation: fields of `DataConfig`.
         resize: how the source's library resizes position embeddings.
-        classes: their names by label; None: unknown.
+        classes: their names, as a list or by number; of an `Import` by output; None: unknown.
         sizes: fields of the model that a config beside the weights states, as ``width`` and ``depth``.
         pooling: as a config has it; None: as the tensors say.
         assumed: what was not found anywhere, and is the default of the library.
@@ -83,7 +83,7 @@ class Facts:
     mean: Sequence[float] = HALF[0]
     std: Sequence[float] = HALF[1]
     evaluation: Mapping[str, Any] = field(default_factory=dict)
-    classes: tuple[str, ...] | None = None
+    classes: Any = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     pooling: Literal["gap", "token", "map"] | None = None
     assumed: tuple[str, ...] = ()

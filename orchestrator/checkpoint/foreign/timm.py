@@ -119,7 +119,7 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
             "eval_crop": 1.0 if squash else pretrained.get("crop_pct", 0.9),
             "eval_interpolation": "bilinear" if pretrained.get("interpolation") == "bilinear" else "bicubic",
         },
-        classes=tuple(config["label_names"]) if config.get("label_names") else None,
+        classes=config.get("label_names"),
         sizes=sizes,
         pooling=POOLINGS.get(pooling or ""),
         assumed=tuple(assumed),

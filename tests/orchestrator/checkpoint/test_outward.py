@@ -144,6 +144,29 @@ def test_twelve_classes_go_out_and_in_again_in_order(
         assert {str(i): name for name, i in config["label2id"].items()} == config["id2label"]
 
 
+NAMED = {  # what a config says of five outputs -> the names that are taken, or why none is
+    "by number": ({str(n): f"c{n}" for n in (2, 0, 1, 4, 3)}, ("c0", "c1", "c2", "c3", "c4")),
+    "fewer": ({"0": "a", "1": "b"}, "2 names of classes, numbered 0 to 1, for 5 outputs: left out"),
+    "from 1": ({str(n): "abcde"[n - 1] for n in range(1, 6)}, "5 names of classes, numbered 1 to 5"),
+    "of others": ({"cat": "a", "dog": "b"}, "2 names of classes, numbered cat to dog"),
+    "made up": ({str(n): f"LABEL_{n}" for n in range(5)}, ""),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+@pytest.mark.parametrize(("to", "field"), [("huggingface", "id2label"), ("timm", "label_names")])
+def test_names_are_those_of_the_outputs_or_none(to: Library, field: str, case: str, tmp_path: Path) -> None:
+    written(tmp_path / "ours", {"pooling": "token", "qk_norm": False})
+    sent(to, tmp_path / "ours", tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs/config.json").read_text())
+    names, expected = NAMED[case]
+    (tmp_path / "theirs/config.json").write_text(json.dumps(config | {field: names}))
+    facts = plan_import(str(tmp_path / "theirs"), name="x").facts
+    assert facts.classes == (expected if isinstance(expected, tuple) else None)
+    if isinstance(expected, str):
+        assert expected in "; ".join(facts.assumed)
+
+
 @pytest.mark.parametrize(
     ("to", "model", "says"),
     [
