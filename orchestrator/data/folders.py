@@ -106,8 +106,8 @@ def _by_split(images: Paths, root: str) -> tuple[dict[str, str | None], Paths]:
         train = next(top for top, split in word.items() if split == "train")
         raise UsageError(
             f"{root}: is {train} a class, or does it hold the training images of the classes"
-            f" {', '.join(sorted(below)[:5])}? {WAY}; else pack"
-            f" {root}/{train} alone, or name the folder of validation images val"
+            f" {_some(below)}? {WAY}; else pack {root}/{train} alone, or name the folder of validation images"
+            " val"
         )
     # The first level below the classes at which every folder names a split.
     depth = min((len(folders) for folders in images.values()), default=0)
@@ -131,8 +131,8 @@ def _notes_on_folders(classes: Paths) -> list[str]:
     """Returns what may not be meant so about folders below those of classes, in words."""
     notes = []
     inside: dict[str, set[str]] = {}
-    for folders in classes.values():
-        inside.setdefault(folders[0], set()).update(folders[1:2]) if folders else None
+    for folders in filter(None, classes.values()):
+        inside.setdefault(folders[0], set()).update(folders[1:2])
     shared = set.intersection(*inside.values()) if len(inside) > 1 else set()
     if len(shared) > 1:
         notes.append(
