@@ -165,6 +165,18 @@ def trained_home(
 
 
 @pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of frontiers are empty files: drawing one takes half a second."""
+    from orchestrator.frontier.frontier import Frontier
+
+    def touch(_: Frontier, *paths: Path) -> None:
+        for path in paths:
+            path.touch()
+
+    monkeypatch.setattr(Frontier, "save_picture", touch)
+
+
+@pytest.fixture
 def pack_greys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Callable[..., tuple[str, Manifest]]":
     """``pack_greys(train=20, val=7)``: 8x8 images whose grey is their number, with its last digit as label.
 

@@ -205,9 +205,11 @@ class Frontier:
         """
         return go.Figure(self.plot())
 
-    def save_picture(self, path: Path | str) -> None:
-        """Writes the plot as PNG or SVG, by the suffix, drawn by matplotlib."""
-        frontier_picture(self.plot()).savefig(path)
+    def save_picture(self, *paths: Path | str) -> None:
+        """Writes the plot to each path, as PNG or SVG by the suffix, drawn once by matplotlib."""
+        picture = frontier_picture(self.plot())
+        for path in paths:
+            picture.savefig(path)
 
 
 def _count(number: int, what: str) -> str:

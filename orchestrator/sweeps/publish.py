@@ -39,8 +39,7 @@ def write_files(frontier: Frontier, folder: str) -> list[str]:
     with tempfile.TemporaryDirectory() as temporary:
         page, *pictures = (Path(temporary, name) for name in FILES)
         page.write_text(frontier_page(frontier), encoding="utf-8")
-        for picture in pictures:
-            frontier.save_picture(picture)
+        frontier.save_picture(*pictures)
         for cost in operating_costs(frontier):
             pictures.append(Path(temporary, PICTURES[cost]))
             frontier.at_cost(cost).save_picture(pictures[-1])

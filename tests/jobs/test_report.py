@@ -20,11 +20,11 @@ Call = Callable[..., tuple[str, str]]
 
 
 def test_the_page_is_drawn_again_and_mlflow_gets_what_it_lacks(
-    home: Path, call: Call, tmp_path: Path
+    home: Path, call: Call, empty_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     for name in FILES:
         (home / "tiny" / name).unlink(missing_ok=True)
-    empty = f"sqlite:///{tmp_path}/other.db"
+    empty = empty_store(tmp_path)
     stopped, printed = call(report.main, "--name", "tiny", "--tracking-uri", empty)
     assert stopped == ""
     assert f"{home}/tiny/{{{','.join(FILES)}}}: 3 points of tiny" in printed
@@ -32,15 +32,16 @@ def test_the_page_is_drawn_again_and_mlflow_gets_what_it_lacks(
     assert f"MLflow at {empty} has all of {home}/tiny" in printed
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_sweep_whose_driver_was_killed_is_sent_and_one_that_trains_is_not(
-    home: Path, call: Call, tmp_path: Path
+    home: Path, call: Call, empty_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     """Both say that they run; the lock tells them apart."""
     directory = f"{home}/tiny"
     record = SweepDir(directory).record()
     assert record
     SweepDir(directory).write(replace(record, status="running"))
-    store = f"sqlite:///{tmp_path}/other.db"
+    store = empty_store(tmp_path)
     with locked(directory):
         _, printed = call(report.main, "--name", "tiny", "--tracking-uri", store)
     assert f"a command trains in {directory}" in printed
@@ -65,6 +66,7 @@ def test_a_command_that_trains_waits_for_a_report(home: Path) -> None:
         begin()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_page_of_a_sweep_whose_directory_is_away(
     home: Path, call: Call, tmp_path: Path, monkeypatch
 ) -> None:
@@ -87,6 +89,7 @@ def test_mistakes_are_one_line(home: Path, call: Call) -> None:
     assert stopped == "error: --out /proc/nope cannot be written to: No such file or directory"
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_figure_of_a_paper(empty_home: Path, call: Call, tmp_path: Path) -> None:
     stopped, printed = call(report.main, "--published", "softmoe-table1")
     assert stopped == ""

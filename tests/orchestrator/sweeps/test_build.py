@@ -23,6 +23,8 @@ from orchestrator.training.run_directory import Result, RunDir
 from orchestrator.training.sweep_directory import SUMMARY, SweepDir
 from tests.made_directories import begin, end, end_sweep, run_at, sweep_record
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 def sweep_at(folder: Path, name: str = "s", **fields) -> Sweep:
     return Sweep(base=run_at(folder, name), **{"arms": {"a": {}, "b": {}}, **fields})
