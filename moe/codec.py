@@ -17,7 +17,7 @@ def to_dict(config: Any) -> Any:
         return list(config)
     if not is_dataclass(config):
         return config
-    return {f.name: to_dict(getattr(config, f.name)) for f in fields(config)}
+    return {name: to_dict(getattr(config, name)) for name in hints_of(type(config))}
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
@@ -27,14 +27,20 @@ def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
 
     Raises ValueError for an unknown field or kind, with those that exist, and for a value that is refused.
     """
-    cls = member_of(cls, data, path.rstrip(".") or "config")
-    hints = hints_of(cls)
+    return _built(member_of(cls, data, path.rstrip(".") or "config"), data, path)
+
+
+def _built(cls: Any, data: Mapping[str, Any], path: str) -> Any:
+    hints, groups = hints_of(cls), _groups_of(cls)
     if unknown := sorted(data.keys() - hints.keys()):
         raise ValueError(
             f"unknown field {path}{unknown[0]}; {path.rstrip('.') or 'the config'} has: {', '.join(hints)}"
             f"{did_you_mean(unknown[0], hints)}"
         )
-    values = {name: _value(hints[name], value, f"{path}{name}") for name, value in data.items()}
+    values = {
+        name: _group(hints[name], value, f"{path}{name}") if name in groups else _value(hints[name], value)
+        for name, value in data.items()
+    }
     try:
         return cls(**values)
     except ValueError as error:
@@ -58,7 +64,7 @@ def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:
     choices = dataclasses_of(hint)
     if not choices:
         raise ValueError(f"{path} is a value, not a group of fields")
-    by_kind = _by_kind(choices)
+    by_kind = _by_kind(tuple(choices))
     if not by_kind or "kind" not in value:
         return choices[0]
     # A list, because a value from JSON may have no hash.
@@ -70,31 +76,32 @@ def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:
     return by_kind[value["kind"]]
 
 
-def _by_kind(choices: list[Any]) -> dict[str, Any]:
+@cache
+def _by_kind(choices: tuple[Any, ...]) -> dict[str, Any]:
     """Returns the configs that have a kind: kind -> class."""
     return {get_args(hints_of(cls)["kind"])[0]: cls for cls in choices if "kind" in hints_of(cls)}
 
 
 @cache
-def _is_group(hint: Any) -> bool:
-    """Whether a field holds a config and not a value. Families grow, but this stays."""
-    return bool(dataclasses_of(hint))
+def _groups_of(cls: type) -> frozenset[str]:
+    """Returns the fields that hold a config and not a value. Families grow, but this stays."""
+    return frozenset(name for name, hint in hints_of(cls).items() if dataclasses_of(hint))
 
 
-def _value(hint: Any, value: Any, path: str) -> Any:
-    if not _is_group(hint):
-        return tuple(value) if isinstance(value, list) else _read(hint, value)
+def _group(hint: Any, value: Any, path: str) -> Any:
     if value is None and NoneType in get_args(hint):
         return None
     if not isinstance(value, Mapping):
-        kinds = _by_kind(dataclasses_of(hint))
+        kinds = _by_kind(tuple(dataclasses_of(hint)))
         way_out = f"; set {path}.kind to {' or '.join(kinds)}" if kinds else ""
         raise ValueError(f"{path} is a group of fields, not a value; got {value!r}{way_out}")
-    return from_dict(member_of(hint, value, path), value, f"{path}.")
+    return _built(member_of(hint, value, path), value, f"{path}.")
 
 
-def _read(hint: Any, text: Any) -> Any:
+def _value(hint: Any, text: Any) -> Any:
     """Reads text as a number or a bool if the type takes no such text; the config checks the value."""
+    if isinstance(text, list):
+        return tuple(text)
     if not isinstance(text, str):
         return text
     kinds = members(hint)

@@ -7,7 +7,7 @@ ranks. docs/planning.md compares the result with measurements.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ from moe.experts import is_expert
 from moe.model import begins_so, unit_shapes
 from moe.parallel import check_layout
 from orchestrator.checkpoint.manifest import step_of
-from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 
@@ -127,12 +126,11 @@ def resolve_auto(run: RunConfig) -> RunConfig:
     """The run with values for what is ``auto``, so that a run that is resumed goes on as it began: for
     `scale.ep` the choice of `choose`, whatever the memory, and for `train.compute_dtype` that of the devices.
     """
-    changes = {}
     if run.scale.ep == "auto":
-        changes["scale.ep"] = choose(layouts(run)).ep
+        run = replace(run, scale=replace(run.scale, ep=choose(layouts(run)).ep))
     if run.train.compute_dtype == "auto":
-        changes["train.compute_dtype"] = run.compute_dtype()
-    return override(run, changes) if changes else run
+        run = replace(run, train=replace(run.train, compute_dtype=run.compute_dtype()))
+    return run
 
 
 @dataclass(frozen=True, kw_only=True)
