@@ -2,6 +2,7 @@
 
 import gc
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
@@ -136,18 +137,17 @@ def test_shares_of_large_experts() -> None:
     assert max(dry_run(run).peaks.values()) == pytest.approx(layout(run, 128).peak(), rel=0.1)
 
 
-@pytest.mark.parametrize("kind", [member.kind for member in members(RouterConfig)])
-def test_every_router(kind: str) -> None:
-    router = {"model.moe.router.kind": kind, "model.moe.num_experts": 4, "scale.ep": 2}
-    run = run_of(4, router | {"model.depth": 2, "model.moe.layers": (0, 1)}, images=1)
-    assert dry_run(run).collectives[Collective("all_to_all", 2, 1)][0] >= 8  # two layers
+ROUTERS, OPTIMIZERS = ([each.kind for each in members(of)] for of in (RouterConfig, OptimizerConfig))
 
 
-@pytest.mark.parametrize("kind", [member.kind for member in members(OptimizerConfig)])
-def test_every_optimizer(kind: str) -> None:
-    run = run_of(4, SPREAD | {"train.optimizer.kind": kind, "model.depth": 2}, images=1)
-    state = layout(run, 2).memory["optimizer"]
-    assert state <= dry_run(run).optimizer <= state + 500  # counts of updates
+@pytest.mark.parametrize(("router", "optimizer"), zip(ROUTERS, cycle(OPTIMIZERS), strict=False))
+def test_every_router_and_every_optimizer(router: str, optimizer: str) -> None:
+    assert len(ROUTERS) >= len(OPTIMIZERS)
+    kinds = {"model.moe.router.kind": router, "train.optimizer.kind": optimizer}
+    run = run_of(4, SPREAD | kinds | {"model.depth": 1, "model.moe.layers": (0,)}, images=1)
+    found, state = dry_run(run), layout(run, 2).memory["optimizer"]
+    assert found.collectives[Collective("all_to_all", 2, 1)][0] >= 4  # of one layer
+    assert state <= found.optimizer <= state + 500  # counts of updates
 
 
 @pytest.mark.parametrize("sweep", ["lit", "language", "expert_count_cifar"])
