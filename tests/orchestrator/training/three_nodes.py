@@ -25,9 +25,9 @@ from orchestrator.training.fit import fit
 from orchestrator.training.resources import check_shared
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4, "train.report_every": 1}
-STEPS = 160
+STEPS = 120
 SLOW = {"train.microbatch": 2}  # steps that leave time for nodes to come and go
-NEVER_S = 240
+STALLED_S = 300  # without a report; how long a run takes is the machine's affair
 
 
 class Training(threading.Thread):
@@ -53,18 +53,19 @@ class Training(threading.Thread):
         self.reports.append((step, metrics["train/loss"], metrics["cost/device_s"]))
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + NEVER_S
-        while not happened():
-            if not self.is_alive() or time.monotonic() > deadline:
-                raise TimeoutError(f"it never happened: {self.error!r}, {len(self.reports)} reports")
+        seen, since = 0, time.monotonic()
+        while self.is_alive() and time.monotonic() < since + STALLED_S and not happened():
+            if len(self.reports) != seen:
+                seen, since = len(self.reports), time.monotonic()
             time.sleep(0.1)
+        if not happened():
+            raise TimeoutError(f"it never happened: {self.error!r}, {seen} reports")
 
     def reach(self, step: int) -> None:
         self.wait_for(lambda: bool(self.reports) and self.reports[-1][0] >= step)
 
     def finish(self) -> dict[str, Any]:
-        self.join(NEVER_S)
-        assert not self.is_alive(), "still training"
+        self.wait_for(lambda: not self.is_alive())
         return {"error": repr(self.error or ""), "reports": self.reports, "nodes": self.nodes}
 
 
