@@ -12,13 +12,7 @@ from orchestrator import storage
 from orchestrator.data.formats import CAPTION_COLUMNS, LABEL_COLUMNS, Columns, first_column, no_column
 from orchestrator.data.labels import listed_labels, read_labels
 from orchestrator.data.samples import Part
-from orchestrator.data.splits import (
-    FLAG_COLUMN,
-    PERHAPS_SPLITS,
-    SPLIT_COLUMNS,
-    splits_of_rows,
-    splits_of_samples,
-)
+from orchestrator.data.splits import split_column, splits_of_rows, splits_of_samples
 from orchestrator.data.text import TEXT, captions_or_error
 from orchestrator.errors import UsageError
 
@@ -54,12 +48,11 @@ def index_csv(columns: Columns, location: str, *, captions: bool = False) -> Par
         return Part(location, [], [], [], skipped=[f"{error}: it is passed over"])
     caption = column("caption", columns.caption, CAPTION_COLUMNS) if captions else None
     label = column("label", columns.label, LABEL_COLUMNS)
-    split = first_column(None, (*SPLIT_COLUMNS, *PERHAPS_SPLITS), names)
-    flags = [name for name in names if isinstance(name, str) and FLAG_COLUMN.fullmatch(name)]
+    split, notes = split_column(names, [path, label, caption], location)
     sets: dict[str, list[Any]] = {}
     texts: dict[str, list[Any]] = {}
     words: dict[str, Any] = {}
-    skipped = []
+    skipped, torn = [], ""
     for line, row in rows:
         name = row.get(path)
         if not isinstance(name, str) or not name.strip():
@@ -82,11 +75,15 @@ def index_csv(columns: Columns, location: str, *, captions: bool = False) -> Par
         except ValueError as error:
             skipped.append(f"{location}: line {line}: {error}")
             continue
-        # Rows that repeat a label, as those of several annotators, are no list with a number for each class.
         already = sets.setdefault(name, [])
+        if len(already) > 1 < len(found) and already != found and {*already, *found} <= {0, 1, "0", "1"}:
+            skipped.append(f"{location}: line {line}: another list of 0 and 1 for {name}: the first is taken")
+            continue
+        # Rows that repeat a label, as those of several annotators, are no list with a number for each class.
         already += [each for each in found if each not in already] if already else found
         texts.setdefault(name, []).extend(_listed(row.get(caption)))
-        words[name] = row.get(split)
+        if words.setdefault(name, row.get(split)) != row.get(split):
+            torn = f"{name} is in {words[name]!r} and in {row.get(split)!r}, in column {split}: give it one"
     fields = {name: captions_or_error(found) for name, found in texts.items()} if captions else {}
     skipped += [f"{location}: {name}: {bad}" for name, bad in fields.items() if isinstance(bad, ValueError)]
     kept = [name for name in sets if not captions or isinstance(fields[name], bytes)]
@@ -107,12 +104,9 @@ def index_csv(columns: Columns, location: str, *, captions: bool = False) -> Par
         fields={TEXT: [fields[name] for name in kept]} if captions else {},
         hot=labels.hot,
         splits=by_column or splits_of_samples(kept),
-        doubt=doubt,
+        doubt=doubt or torn,
         unlabelled=there.count(False),
-        notes=[
-            f"{location}: column {name} says nothing here: a column split has train, val, test"
-            for name in flags
-        ],
+        notes=notes,
     )
 
 

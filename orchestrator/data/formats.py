@@ -21,13 +21,7 @@ from orchestrator import storage
 from orchestrator.data.labels import listed_labels, read_labels
 from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Part
-from orchestrator.data.splits import (
-    FLAG_COLUMN,
-    PERHAPS_SPLITS,
-    SPLIT_COLUMNS,
-    splits_of_rows,
-    splits_of_samples,
-)
+from orchestrator.data.splits import split_column, splits_of_rows, splits_of_samples
 from orchestrator.data.tars import Forward, index_tar
 from orchestrator.data.text import TEXT, captions_or_error
 from orchestrator.errors import UsageError, reason_of
@@ -85,8 +79,9 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
         if label is None and not captions:
             raise no_column(location, "label", columns.label, LABEL_COLUMNS, _listed(file.schema_arrow))
         texts = _captions(file, location, columns) if captions else []
-        split = first_column(None, (*SPLIT_COLUMNS, *PERHAPS_SPLITS), file.schema_arrow.names)
-        flags = [name for name in file.schema_arrow.names if FLAG_COLUMN.fullmatch(name)]
+        caption = first_column(columns.caption, CAPTION_COLUMNS, file.schema_arrow.names)
+        taken = [image.partition(".")[0], label, key, caption if captions else None]
+        split, notes = split_column(file.schema_arrow.names, taken, location)
         split = split if split and _is_text(file.schema_arrow.field(split).type) else None
         table = _read(file, [leaf for leaf in (label, key, split) if leaf])
         # Names that are not UTF-8 are refused.
@@ -132,10 +127,7 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
         splits=by_column or splits_of_samples(kept),
         doubt=doubt,
         unlabelled=int((~has_label).sum()),
-        notes=[
-            f"{location}: column {name} says nothing here: a column split has train, val, test"
-            for name in flags
-        ],
+        notes=notes,
     )
 
 

@@ -106,14 +106,14 @@ def may_be_image(name: str) -> bool:
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
-    """Encodes (H, W) or (H, W, 3) uint8 by Pillow; torchvision's encoder crashes on a million rows."""
+    """Encodes (H, W) or (H, W, channels) uint8 by Pillow; torchvision's encoder crashes on a million rows."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 class Picture:
-    """An encoded image whose header has been read: `height` and `width` in pixels, upright.
+    """An encoded image whose header has been read: its `format`, `height` and `width` in pixels, upright.
 
     The constructor raises BadImage if the header is damaged, `pixels` for damage after the header.
     """
@@ -122,10 +122,11 @@ class Picture:
         self._encoded = encoded
         with damage_as_bad_image(encoded):
             self._image = open_image(encoded)
+            self.format = self._image.format
             _check_size(self._image, len(encoded))
             self._orientation = _orientation(self._image)
             # CMYK JPEGs, made for print, are left to Pillow.
-            self._jpeg = self._image.format in ("JPEG", "MPO") and self._image.mode in ("L", "RGB")
+            self._jpeg = self.format in ("JPEG", "MPO") and self._image.mode in ("L", "RGB")
             width, height = self._image.size
             self.height, self.width = (width, height) if self._orientation > 4 else (height, width)
 
@@ -151,18 +152,18 @@ class Picture:
 
     def samples(self) -> Tensor | None:
         """Decodes samples of 16 bits to (channels, height, width) int32; may be called once. Returns None for
-        an image of fewer bits. Of colours in TIFF the high bytes are known, and the low bytes are 0.
+        an image of fewer bits. Of colours in TIFF only high bytes are known: low bytes are taken as 255.
         """
         image = self._image
         with damage_as_bad_image(self._encoded):
-            if image.format == "PNG" and self._encoded[PNG_DEPTH] == 16:
+            if self.format == "PNG" and self._encoded[PNG_DEPTH] == 16:
                 data = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
                 return self._upright(decode_image(data, ImageReadMode.UNCHANGED).to(torch.int32))
             if _is_grey_of_16_bits(image):
                 return self._upright(torch.from_numpy(np.asarray(image).astype("int32"))[None])
             bits = getattr(image, "tag_v2", {}).get(TIFF_BITS, ())
             deep = 16 in (bits if isinstance(bits, tuple) else (bits,))
-            return _rgb(image).to(torch.int32) << 8 if deep else None
+            return (_rgb(image).to(torch.int32) << 8) | 255 if deep else None
 
     def _upright(self, image: Tensor) -> Tensor:
         if self._orientation > 4:

@@ -57,7 +57,7 @@ def image_places(
 
 
 class _Rest:
-    """What follows in a column chunk: `view` has its bytes from `begin` on, as far as they were asked for."""
+    """The rest of a column chunk: `view` has its bytes from `begin` on, as far as they were asked for."""
 
     def __init__(self, read_at: Callable[[int, int], bytes | memoryview], begin: int, end: int) -> None:
         self._read_at, self.begin, self._end = read_at, begin, end

@@ -1,18 +1,18 @@
-"""What is done to encoded images before they are decoded as 8-bit RGB: transparent pixels get a background,
+"""Preparation of encoded images before they are decoded as 8-bit RGB: transparent pixels get a background,
 and samples of 16 bits a white.
 
 Without it, training shows transparent pixels in the colour that an editor left below them, and the high byte
 of 16 bits, which is nearly black where only some of the bits are used.
 """
 
-import io
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from PIL import Image, ImageColor, ImageOps
 from torch import Tensor
 
-from orchestrator.data.images import Picture, damage_as_bad_image, open_image
+from orchestrator.data.images import BadImage, Picture, damage_as_bad_image, encode_png, open_image
 from orchestrator.errors import UsageError
 
 WHITE = 65535  # of samples of 16 bits
@@ -20,7 +20,7 @@ WHITE = 65535  # of samples of 16 bits
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What is done to the images of a data set, and so to every image that its models see.
+    """The preparation of the images of a data set, and so of every image that its models see.
 
     background: the colour under transparent pixels, as ``white`` or ``#808080``; None: alpha is dropped.
     white: the sample of 16 bits that becomes 255, and the samples above it too; None: the high byte is kept.
@@ -42,10 +42,17 @@ class Preparation:
         """Returns the image as it is, or as an upright PNG if there was something to be done.
 
         Raises:
-            BadImage: for bytes that are not a whole image, and where only high bytes can be read.
+            BadImage: for bytes that are not a whole image, and, with a white, for colours of 16 bits in TIFF.
         """
-        if self.white is not None and (samples := Picture(encoded).samples()) is not None:
-            encoded = _of_8_bits(samples, self.white)
+        if self.white is not None:
+            picture = Picture(encoded)
+            samples = picture.samples()
+            if samples is not None and picture.format == "TIFF" and len(samples) > 1:
+                raise BadImage(
+                    "colours of 16 bits in TIFF are read by their high bytes, and a white needs the low bytes:"
+                    " make a PNG of it"
+                )
+            encoded = encoded if samples is None else _of_8_bits(samples, self.white)
         if self.background is not None and is_transparent(encoded):
             encoded = _on_background(encoded, self.background)
         return encoded
@@ -77,7 +84,7 @@ def _on_background(encoded: bytes, background: str) -> bytes:
         pixels = ImageOps.exif_transpose(image).convert("RGBA")
     flat = Image.new("RGBA", pixels.size, (*colour(background), 255))
     flat.alpha_composite(pixels)
-    return _as_png(flat.convert("RGB"))
+    return encode_png(np.asarray(flat.convert("RGB")))
 
 
 def _of_8_bits(samples: Tensor, white: int) -> bytes:
@@ -87,10 +94,4 @@ def _of_8_bits(samples: Tensor, white: int) -> bytes:
         whites[-1] = WHITE
     scaled = samples.double() * 255 / torch.tensor(whites).view(-1, 1, 1)
     pixels = scaled.round().clamp(max=255).to(torch.uint8).permute(1, 2, 0).numpy()
-    return _as_png(Image.fromarray(pixels[..., 0] if len(samples) == 1 else pixels))
-
-
-def _as_png(image: Image.Image) -> bytes:
-    png = io.BytesIO()
-    image.save(png, format="PNG")
-    return png.getvalue()
+    return encode_png(pixels[..., 0] if len(samples) == 1 else pixels)

@@ -1,4 +1,4 @@
-"""What the packed data mean: a report in words, as JSON and as a page with a few images of each class.
+"""The meaning of packed data: a report in words, as JSON and as a page with a few images of each class.
 
 It shows what people see at a glance and numbers hide: classes that are splits or folders of something else,
 images that are black, labels that are off by one.
@@ -43,7 +43,7 @@ img.val { outline: 2px solid #c80; outline-offset: -2px; } li { margin: .2rem 0;
 
 
 class Pixels(NamedTuple):
-    """What images are, as counted while they are packed.
+    """Properties of images, as counted while they are packed.
 
     sizes: (height, width) -> images.
     transparent: images with transparent pixels.
@@ -128,10 +128,10 @@ class PackingReport:
             name = manifest.classes[self.labels["val"].most_common(1)[0][0]]
             found.append(f"{share:.0%} of the validation images are of {name}: guessing it is as often right")
         if pixels.dark and 2 * pixels.dark >= pixels.deep and manifest.white is None:
+            bright = f"; with `white` {pixels.largest_dark} they are bright" if pixels.largest_dark else ""
             found.append(
                 f"{pixels.dark:,} of {total:,} images have samples of 16 bits, none above"
-                f" {pixels.largest_dark}: they are packed nearly black; with `white` {pixels.largest_dark}"
-                " they are bright"
+                f" {pixels.largest_dark}: they are packed nearly black{bright}"
             )
         if pixels.transparent and manifest.background is None:
             found.append(
@@ -145,7 +145,7 @@ class PackingReport:
         return found
 
     def reasons(self) -> list[tuple[str, int, str]]:
-        """Returns why files and samples were skipped: the reason, how many, and the first of them, the most
+        """Counts the reasons why files and samples were skipped, and names the first of each, the most
         frequent reason first. Files that are no images are told apart by their extension.
         """
         found: dict[str, list[str]] = {}
@@ -226,8 +226,7 @@ def choose_shown(places: Iterable[tuple[str, str, IndexedShard]]) -> dict[int, l
     for split, path, (records, keys) in places:
         columns = (records[name].tolist() for name in ("label", "offset", "size"))
         for label, offset, size, key in zip(*columns, keys, strict=True):
-            mine = found.setdefault(label, [])
-            if label < CLASSES and len(mine) < limit[split]:
+            if label < CLASSES and len(mine := found.setdefault(label, [])) < limit[split]:
                 mine.append(Shown(split, key, path, offset, size))
     return found
 

@@ -64,7 +64,7 @@ def python_topics(val_frac: float) -> Source:
     return _source({None: texts}, LENGTH, val_frac)
 
 
-def text_files(path: str, val_frac: float) -> Source:
+def text_files(path: str, val_frac: float, ignore_split_names: bool = False) -> Source:
     """Returns the sequences of a text file, of the files of a folder, or of those that match a pattern. Its
     end may say the length: ``/data/books?length=256``.
 
@@ -75,7 +75,7 @@ def text_files(path: str, val_frac: float) -> Source:
     if query and (name != "length" or not length.isdecimal() or int(length) < 1):
         raise UsageError(f"text:{path}?{query}: only ?length=BYTES is known, of at least 1")
     folder, names = shards_at(path, *EXTENSIONS)
-    splits, notes = splits_of(names, folder)
+    splits, notes = (dict.fromkeys(names), []) if ignore_split_names else splits_of(names, folder)
     skipped = []
     texts: dict[str | None, list[bytes]] = {split: [] for split in splits.values()}
     contents = read_files([storage.join(folder, name) for name in splits])

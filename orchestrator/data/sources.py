@@ -118,7 +118,7 @@ def open_source(
             case "litdata":
                 return litdata_source(rest, columns, val_frac, **options)
             case "text":
-                return text_files(rest, val_frac)
+                return text_files(rest, val_frac, ignore_split_names)
             case "torchvision":
                 return _torchvision_set(rest, root, download, val_frac)
     raise UsageError(f"unknown source {name!r}; known: {KINDS}")

@@ -57,6 +57,19 @@ def splits_of_samples(names: Sequence[str]) -> list[str]:
     return next(([split for split in each if split] for each in found if all(each)), [])
 
 
+def split_column(
+    there: Sequence[Any], taken: Sequence[str | None], where: str
+) -> tuple[str | None, list[str]]:
+    """Returns the column that may hold splits, of those that nothing else is read from, and says which other
+    columns look as if they told training images from others.
+    """
+    free = {name.casefold(): name for name in reversed(there) if isinstance(name, str) and name not in taken}
+    column = next((free[name] for name in (*SPLIT_COLUMNS, *PERHAPS_SPLITS) if name in free), None)
+    says_nothing = "says nothing here: a column split has train, val, test"
+    flags = [name for name in free.values() if FLAG_COLUMN.fullmatch(name)]
+    return column, [f"{where}: column {name} {says_nothing}" for name in flags]
+
+
 def splits_of_rows(column: str, values: Sequence[Any]) -> tuple[list[str], str]:
     """Returns the split of each row by a column of splits, and what is wrong if some values are words for
     splits and others are not; nothing if none is.

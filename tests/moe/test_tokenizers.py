@@ -75,7 +75,7 @@ def decoded(tokenizer: BPEConfig, ids: list[int]) -> str:
 
 
 def test_only_long_words_are_learnt_from_in_pieces(monkeypatch):
-    """What shorter ones teach is what it was before there was a bound."""
+    """Shorter words teach the same merges as without a bound."""
     longest = tokenizers.LEARNT_LETTERS
     texts = [*TEXTS, "straße übermut 漢字仮名交文 can't stop!!! ---", "xy" * (longest // 2), "xy" * 9]
     learnt = BPEConfig.learn(texts, 600)

@@ -52,6 +52,20 @@ def test_rows_of_an_image_are_several_labels(tmp_path: Path) -> None:
     assert named(listed(tmp_path, text.encode())) == {path: ["0", "1"] for path, _ in ROWS}
 
 
+def test_rows_that_contradict_each_other_are_named(tmp_path: Path) -> None:
+    """An image has one list of 0 and 1, and one split."""
+    lists = "path,label\n" + "".join(f'{path},"[0, 1, 1]"\n' for path, _ in ROWS)
+    source = listed(tmp_path, f'{lists}img/1.png,"[1, 0, 0]"\nimg/2.png,"[0, 1, 1]"\n'.encode())
+    assert named(source)["img/1.png"] == ["1", "2"]
+    (line,) = source.skipped
+    assert "line 10: another list of 0 and 1 for img/1.png" in line
+    rows = "path,label,split\n" + "".join(f"{path},{label},train\n" for path, label in ROWS)
+    text = f"{rows}img/1.png,bird,val\n".encode()
+    with pytest.raises(UsageError, match=r"img/1.png is in 'train' and in 'val', in column split"):
+        listed(tmp_path, text)
+    assert named(listed(tmp_path, text, ignore_split_names=True))["img/1.png"] == ["cat", "bird"]
+
+
 def test_rows_with_more_fields_are_named(tmp_path: Path) -> None:
     text = "path,label\n" + "".join(f"{path},{label}\n" for path, label in ROWS) + "img/1.png,crane, bird\n"
     source = listed(tmp_path, text.encode())

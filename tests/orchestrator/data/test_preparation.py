@@ -60,6 +60,30 @@ def test_white_of_16_bits(name: str, white: int) -> None:
     assert samples[0].tolist() == VALUES.tolist()
 
 
+def tiff_of_16_bits(colours: np.ndarray) -> bytes:
+    """Encodes (height, width, 3) uint16 as TIFF by hand, which Pillow cannot."""
+    height, width, _ = colours.shape
+    data = colours.astype("<u2").tobytes()
+    fields = {256: width, 257: height, 258: 0, 259: 1, 262: 2, 273: 0, 277: 3, 278: height, 279: len(data)}
+    bits = 8 + 2 + 12 * len(fields) + 4  # where the bits of a sample are, before the samples
+    fields |= {258: bits, 273: bits + 6}
+    entries = (struct.pack("<HHII", tag, 4, 1, value) for tag, value in fields.items())
+    header = b"II*\0" + struct.pack("<IH", 8, len(fields))
+    whole = header + b"".join(entries) + struct.pack("<IHHH", 0, 16, 16, 16) + data
+    return whole.replace(struct.pack("<HHI", 258, 4, 1), struct.pack("<HHI", 258, 3, 3))
+
+
+def test_colours_of_16_bits_in_tiff_are_refused_with_a_white() -> None:
+    """Only their high bytes are read, so their largest sample is a bound, and no white can be applied."""
+    image = tiff_of_16_bits(np.stack([VALUES] * 3, 2))
+    samples = Picture(image).samples()
+    assert samples is not None
+    assert samples[0].tolist() == (VALUES | 255).tolist()
+    assert decode(Preparation(background="white").prepare(image))[0].tolist() == (VALUES >> 8).tolist()
+    with pytest.raises(BadImage, match=r"TIFF are read by their high bytes.*make a PNG"):
+        Preparation(white=3300).prepare(image)
+
+
 def test_a_turned_image_of_16_bits() -> None:
     turned = encoded(Image.fromarray(VALUES), exif=exif(6))
     expected = np.rot90(np.round(VALUES * 255.0 / 3300), -1).astype("uint8")

@@ -83,6 +83,15 @@ def test_refuses(tmp_path: Path, end: str, text: bytes, message: str) -> None:
         open_source(folder(tmp_path, **{"a.txt": text}) + end)
 
 
+def test_names_of_files_may_say_nothing_of_splits(tmp_path: Path) -> None:
+    named = folder(tmp_path, **{"train.txt": LETTERS, "more.txt": LETTERS})
+    with pytest.raises(UsageError, match=r"more.txt is neither for training .*`ignore_split_names`"):
+        open_source(named)
+    source = open_source(f"{named}?length=50", val_frac=0.5, ignore_split_names=True)
+    counts = [len(source.splits[split]) for split in ("train", "val")]
+    assert counts == [len(LETTERS) // 50] * 2
+
+
 @pytest.fixture(scope="module")
 def topics(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digits(str(tmp_path_factory.mktemp("storage")), "python-topics")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.data.formats import Columns
 from orchestrator.data.sources import open_source
 from orchestrator.data.splits import split_named, splits_in, splits_of
 from orchestrator.errors import UsageError
@@ -170,6 +171,23 @@ def test_a_flag_for_training_is_said_to_say_nothing(tmp_path: Path) -> None:
     columns = {"image": [numbered(n) for n in range(8)], "label": [0, 1] * 4, "is_train": [1, 0] * 4}
     (note,) = open_source(f"parquet:{parquet(tmp_path / 'x.parquet', columns)}", val_frac=0.4).notes
     assert "column is_train says nothing here" in note
+
+
+def test_a_column_that_is_read_for_something_else_names_no_splits(tmp_path: Path) -> None:
+    """A label column that is called `type` or `test` is one of labels, whatever its texts are."""
+    for label in ("type", "test", "group"):
+        columns = Columns(label=label)
+        texts = ["train", "bus"] if label == "test" else ["train", "test"]
+        listed = {"image": [numbered(n) for n in range(8)], label: texts * 4}
+        parquet(tmp_path / f"{label}.parquet", listed)
+        rows = "".join(f"{n}.png,{texts[n % 2]}\n" for n in range(8))
+        write(
+            tmp_path,
+            {f"{n}.png": numbered(n) for n in range(8)} | {"a.csv": f"path,{label}\n{rows}".encode()},
+        )
+        for name in (f"parquet:{tmp_path}/{label}.parquet", f"csv:{tmp_path}/a.csv"):
+            source = open_source(name, columns=columns, val_frac=0.4)
+            assert (source.classes, source.notes) == (tuple(sorted(texts)), ())
 
 
 def test_a_field_of_json_and_keys_of_a_source(tmp_path: Path) -> None:
