@@ -49,7 +49,7 @@ class Preparation:
             samples = picture.samples()
             if samples is not None and picture.format == "TIFF" and len(samples) > 1:
                 raise BadImage(
-                    "colours of 16 bits in TIFF are read by their high bytes, and a white needs the low bytes:"
+                    "colours of 16 bits in TIFF are read by their high bytes, and a white needs low bytes:"
                     " make a PNG of it"
                 )
             encoded = encoded if samples is None else _of_8_bits(samples, self.white)
