@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from moe.codec import from_dict
 from moe.init import set_unsaved
 from moe.model import Model, ModelConfig
+from moe.signature import SIGNATURE, Signature, read_signature
 
 # The files of an exported folder.
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -52,6 +53,21 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Model:
         raise ValueError(f"{path} does not hold the model that its config describes: {error}") from None
     set_unsaved(model, device)
     return model.eval()
+
+
+def load_signature(path: str | Path) -> Signature:
+    """Returns what the model of an exported folder or file takes and gives.
+
+    Raises ValueError if the file does not say, and FileNotFoundError if there is no such folder or file.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            return read_signature(json.loads((path / CONFIG).read_text()).get(SIGNATURE))
+        with safe_open(path, "pt") as file:
+            return read_signature((file.metadata() or {}).get(SIGNATURE))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _model_config(config: dict[str, Any]) -> ModelConfig:

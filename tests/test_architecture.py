@@ -25,6 +25,7 @@ moe.init:
 moe.config:
 moe.codec: moe.config
 moe.tokenizers: moe.config
+moe.signature: moe.codec moe.config
 moe.routing: moe.config moe.init moe.overrides
 moe.overrides: moe.config moe.init
 moe.experts: moe.dense moe.init moe.overrides moe.routing moe.rows
@@ -61,17 +62,17 @@ orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoin
     orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.storage
     orchestrator.tasks orchestrator.tracking orchestrator.training.metrics_file
     orchestrator.training.run_directory orchestrator.training.sweep_directory
-orchestrator.tracking.served: moe.load orchestrator.data.batch orchestrator.data.images
+orchestrator.tracking.served: moe.load moe.signature orchestrator.data.batch orchestrator.data.images
     orchestrator.data.preparation
-orchestrator.data: moe.config moe.tokenizers orchestrator.config orchestrator.data orchestrator.plugins
-    orchestrator.storage orchestrator.threads
+orchestrator.data: moe.config moe.signature moe.tokenizers orchestrator.config orchestrator.data
+    orchestrator.plugins orchestrator.storage orchestrator.threads
 orchestrator.data.plan:
 orchestrator.data.batch:
 orchestrator.data.fields:
 orchestrator.data.text: moe.codec moe.tokenizers orchestrator.data.fields orchestrator.data.images
     orchestrator.storage
 orchestrator.data.augment:
-orchestrator.data.images: orchestrator.data.augment
+orchestrator.data.images: moe.signature orchestrator.data.augment
 orchestrator.data.offsets:
 orchestrator.data.listing: orchestrator.data.images orchestrator.storage
 orchestrator.data.labels: moe.config.did_you_mean

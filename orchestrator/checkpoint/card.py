@@ -5,14 +5,15 @@ Paths of the machine that trained are cut to their last part.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from moe.cost import forward_gflops_2mac, num_active_params, num_params, train_flops_6mac
 from moe.load import CONFIG, WEIGHTS
+from moe.signature import Signature
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.codec import to_dict
-from orchestrator.config import DataConfig, RunConfig
+from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 
@@ -20,30 +21,31 @@ CARD, PREPROCESSOR = "README.md", "preprocessor_config.json"
 RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 
 
-def preprocessor(image_size: int, data: DataConfig) -> dict[str, Any]:
+def preprocessor(signature: Signature) -> dict[str, Any]:
     """Returns the content of `PREPROCESSOR` as transformers reads it; the resized side is a whole number."""
-    whole = round(image_size / data.eval_crop)
-    shorter = data.eval_resize == "shorter"
+    side = signature.image_size
+    whole = round(side / signature.crop)
+    shorter = signature.resize == "shorter"
     return {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
         "size": {"shortest_edge": whole} if shorter else {"height": whole, "width": whole},
-        "resample": RESAMPLE[data.eval_interpolation],
-        "do_center_crop": shorter or whole > image_size,
-        "crop_size": {"height": image_size, "width": image_size},
+        "resample": RESAMPLE[signature.interpolation],
+        "do_center_crop": shorter or whole > side,
+        "crop_size": {"height": side, "width": side},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
+        "image_mean": [*signature.mean],
+        "image_std": [*signature.std],
     }
 
 
 def model_card(
     run: RunConfig,
+    signature: Signature,
     *,
-    classes: Sequence[str] | None,
     metrics: Mapping[str, float],
     metadata: Mapping[str, str],
     source: Mapping[str, str] | None,
@@ -75,6 +77,7 @@ def model_card(
             if moe
             else "None: the model is dense."
         ],
+        "Input and output": [f"The model {signature}."],
         "Initial weights and licence": _origin(run, source),
         "Use": [
             "Copy the folder `moe` of moe-frontier beside this one; torch and safetensors are all it needs.",
@@ -88,7 +91,7 @@ def model_card(
             "",
             f"`{WEIGHTS}` are the weights, `{CONFIG}` the model"
             + (
-                f" and the names of {len(classes) if classes else 'its'} classes,"
+                f" and the names of {len(signature.classes) if signature.classes else 'its'} classes,"
                 f" `{PREPROCESSOR}` resize and crop."
                 if model.image_size
                 else "."

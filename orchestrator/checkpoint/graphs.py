@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from moe.model import Model
+from moe.signature import SIGNATURE, Signature
 from orchestrator import storage
 from orchestrator.errors import UsageError
 
@@ -47,21 +48,23 @@ def program_of(model: Model) -> ExportedProgram:
     return program
 
 
-def write_program(model: Model, out: str) -> float:
-    """Writes what ``torch.export.load(out).module()(images)["logits"]`` runs, and returns `difference`.
+def write_program(model: Model, out: str, signature: Signature) -> float:
+    """Writes what ``torch.export.load(out).module()(images)["logits"]`` runs, with the signature as JSON in
+    the extra file ``signature``, and returns `difference`.
 
     Raises OSError if writing fails.
     """
 
     def save(path: str) -> None:
-        torch.export.save(program_of(model), path)
+        torch.export.save(program_of(model), path, extra_files={SIGNATURE: signature.to_json()})
 
     _write(out, save)
     return difference(model, torch.export.load(out).module())
 
 
-def write_onnx(model: Model, out: str) -> float:
-    """Writes what onnxruntime runs, and returns `difference`.
+def write_onnx(model: Model, out: str, signature: Signature) -> float:
+    """Writes what onnxruntime runs, with the signature as JSON in the metadata ``signature``, and returns
+    `difference`.
 
     Raises:
         UsageError: if a package is missing.
@@ -80,6 +83,7 @@ def write_onnx(model: Model, out: str) -> float:
         verbose=False,
     )
     assert graph
+    graph.model.metadata_props[SIGNATURE] = signature.to_json()
     _write(out, graph.save)
     session = runtime.InferenceSession(out, providers=["CPUExecutionProvider"])
 

@@ -189,6 +189,7 @@ class Checkpoints:
         images: int,
         progress: Mapping[str, Any],
         config: Mapping[str, Any],
+        signature: Mapping[str, Any] | None = None,
     ) -> None:
         """Copies the current state, and returns before it is written (unless `asynchronous` is off).
 
@@ -196,9 +197,8 @@ class Checkpoints:
             NotFiniteError: on every worker, if a number in the state is not finite; then nothing is saved.
         """
         self.settle()
-        described = partial(
-            CheckpointManifest, step=step, images=images, progress=dict(progress), config=config
-        )
+        content = {"images": images, "progress": dict(progress), "config": config, "signature": signature}
+        described = partial(CheckpointManifest, step=step, **content)
         if self.config.asynchronous:
             if not (self._snapshot and self._snapshot.is_of(model, optimizer)):
                 self._allocate(model, optimizer)

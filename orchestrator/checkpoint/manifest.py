@@ -46,6 +46,7 @@ class CheckpointManifest:
     progress: the run's other counters: seconds, its last report, its best.
     config: the run's config, as `codec.to_dict` returns it.
     files: name in the folder -> digest and size.
+    signature: the model's, as `codec.to_dict` returns it; None in checkpoints of earlier versions.
     """
 
     step: int
@@ -53,6 +54,7 @@ class CheckpointManifest:
     progress: Mapping[str, Any]
     config: Mapping[str, Any]
     files: Mapping[str, File]
+    signature: Mapping[str, Any] | None = None
 
     def weights(self) -> list[str]:
         """Returns the names of the files that hold weights."""
@@ -127,6 +129,8 @@ def commit(folder: str, attempt: str, manifest: CheckpointManifest, *, replace: 
 def encode(manifest: CheckpointManifest) -> bytes:
     """Returns JSON whose last member is the SHA-256 of the rest."""
     body = asdict(manifest)
+    if manifest.signature is None:
+        del body["signature"]
     digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps(body | {"sha256": digest}, indent=1).encode()
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe.model import Model
 from moe.parallel import build_sharded
+from moe.signature import SIGNATURE, Signature, read_signature
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import find_checkpoint
 from orchestrator.checkpoint.start import start_from
-from orchestrator.checkpoint.weights import classes_of_run, preparation_of_run, read_metadata
+from orchestrator.checkpoint.weights import read_metadata, signature_of, signature_of_run
 from orchestrator.codec import read_config
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
 from orchestrator.data.manifest import open_manifest
@@ -37,9 +38,18 @@ class ModelRef:
     location: str  # the folder of its checkpoint, or an exported file
     run: RunConfig  # as it was trained
     step: int  # of training; -1 if unknown
-    classes: tuple[str, ...] | None = None  # that it learned, by label; None if unknown
-    preparation: Preparation = Preparation()  # of the images that it learned from
+    signature: Signature  # what it takes and what it gives
     run_id: str | None = None  # of MLflow; None if MLflow does not know the run
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """The names of the classes that it learned, by label; None if they are unknown."""
+        return self.signature.classes
+
+    @property
+    def preparation(self) -> Preparation:
+        """The preparation of the images that it learned from, and so of any that it is given."""
+        return Preparation(background=self.signature.background, white=self.signature.white)
 
     def load(self, device: torch.device | None = None) -> Model:
         """Returns the model in evaluation mode, and sets torch's number of threads for it.
@@ -134,7 +144,6 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
     Raises:
         UsageError: if there is no such model, or its checkpoint is damaged.
     """
-    classes, preparation = (), None
     if location.endswith(SUFFIX):
         if storage.size(location) is None:
             raise UsageError(f"no file {location}")
@@ -144,8 +153,7 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
         try:
             folder, run = location, read_config(RunConfig, json.loads(metadata["config"]))
             step = int(metadata.get("step", -1))
-            classes = tuple(json.loads(metadata.get("classes", "null")) or ())
-            preparation = Preparation(**json.loads(metadata.get("preparation", "{}")))
+            signature = _signature_of_file(run, metadata)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"the metadata of {location} cannot be read: {error}") from None
     else:
@@ -154,21 +162,22 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
         except FileNotFoundError as error:
             raise UsageError(str(error)) from None
         run, step = read_config(RunConfig, manifest.config), manifest.step
-    if classes and run.task.classifies and len(classes) != run.model.num_classes:
-        outputs = run.model.num_classes
-        log.warning(
-            "%s names %d classes for %d outputs: the names are left out", folder, len(classes), outputs
-        )
-        classes = ()
+        known = manifest.signature
+        signature = read_signature(known) if known else signature_of_run(run)
+    names, outputs = signature.classes, run.model.num_classes
+    if names and run.task.classifies and len(names) != outputs:
+        log.warning("%s names %d classes for %d outputs: the names are left out", folder, len(names), outputs)
+        signature = replace(signature, classes=None)
     name = f"{run.name}@{step}" if location == folder and step >= 0 else run.name
-    return ModelRef(
-        name=name,
-        location=folder,
-        run=run,
-        step=step,
-        classes=classes or classes_of_run(run),
-        preparation=preparation or preparation_of_run(run),
-    )
+    return ModelRef(name=name, location=folder, run=run, step=step, signature=signature)
+
+
+def _signature_of_file(run: RunConfig, metadata: Mapping[str, str]) -> Signature:
+    """Returns the signature in a file's metadata; files of earlier versions have the names of classes."""
+    if SIGNATURE in metadata:
+        return read_signature(metadata[SIGNATURE])
+    names = json.loads(metadata.get("classes", "null"))
+    return signature_of(run, classes=names) if names else signature_of_run(run)
 
 
 def load_checkpoint(location: str) -> Model:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe.load import CONFIG, WEIGHTS
+from moe.signature import SIGNATURE, Signature, read_signature
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.card import CARD, PREPROCESSOR, model_card, preprocessor
@@ -38,7 +39,7 @@ from orchestrator.checkpoint.statistics import with_own_statistics
 from orchestrator.codec import read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.preparation import Preparation
+from orchestrator.data.preparation import AS_IT_IS, Preparation
 from orchestrator.errors import UsageError
 from orchestrator.plugins import save_plugins
 
@@ -147,15 +148,15 @@ def export(location: str, out: str, *, ema: bool = False, fresh: bool = False) -
         _fill_average(tensors, source)
         tensors = with_own_statistics(tensors, run)
         more["ema"] = json.dumps(to_dict(run.train.ema))
-    if origin := _origin(run.train.init_from):
+    if origin := _imported_from(run.train.init_from):
         more["initial_source"] = origin
     progress = source.manifest.progress
     metrics = progress.get("metrics", {}) if progress.get("reported") == source.step else {}
     measured = "val_ema/" if ema else "val/"
     metrics = {n.replace(measured, "val/"): value for n, value in metrics.items() if n.startswith(measured)}
-    if (preparation := preparation_of_run(run)) != Preparation():
-        more["preparation"] = json.dumps(vars(preparation))
-    write_export(out, tensors, run, classes=classes_of_run(run), more=more, metrics=metrics, fresh=fresh)
+    known = source.manifest.signature
+    signature = read_signature(known) if known else signature_of_run(run)
+    write_export(out, tensors, run, signature=signature, more=more, metrics=metrics, fresh=fresh)
 
 
 def _fill_average(tensors: Mapping[str, Tensor], source: WeightsSource) -> None:
@@ -174,7 +175,7 @@ def _fill_average(tensors: Mapping[str, Tensor], source: WeightsSource) -> None:
         fill(found, reader)
 
 
-def _origin(location: str | None) -> str:
+def _imported_from(location: str | None) -> str:
     """The `source` that the weights a run started from were imported with; empty if there is none."""
     try:
         metadata = read_metadata(location) if location and location.endswith(SUFFIX) else {}
@@ -197,7 +198,8 @@ def write_export(
     tensors: Mapping[str, Tensor],
     run: RunConfig,
     *,
-    classes: Sequence[str] | None,
+    classes: Sequence[str] | None = None,
+    signature: Signature | None = None,
     more: Mapping[str, str],
     metrics: Mapping[str, float] | None = None,
     fresh: bool = False,
@@ -205,22 +207,24 @@ def write_export(
     """Writes weights into a local `SUFFIX` file, or into a local folder as `WEIGHTS`, with `CONFIG`, plugins,
     `PREPROCESSOR` and a model card that states the `metrics` beside it.
 
-    The file's metadata holds `config` (of the run, JSON), `classes` (JSON, null if they are unknown),
-    `version` and what is in `more`: the run's `step`, `manifest_sha256` of its checkpoint, `ema` if the
-    average was written, the `preparation` of images if there is any, and the `initial_source` of the weights
-    that the run started from, or the `source` of an import.
+    The file's metadata holds `config` (of the run, JSON), `signature` (JSON), `version` and what is in
+    `more`: the run's `step`, `manifest_sha256` of its checkpoint, `ema` if the average was written, and the
+    `initial_source` of the weights that the run started from, or the `source` of an import.
+
+    signature: of the model; by default that of the run with these `classes`, which may be unknown.
 
     Raises:
         UsageError: if `out` is not local, or exists and is not to be replaced (`fresh`).
         OSError: if writing fails.
     """
     check_export(out, fresh=fresh)
+    signature = signature or signature_of(run, classes=classes)
     file, config = (out, None) if out.endswith(SUFFIX) else (f"{out}/{WEIGHTS}", f"{out}/{CONFIG}")
     metadata = {
         "format": "pt",  # the library's convention for torch's tensors
         "version": VERSION,
         "config": json.dumps(to_dict(run)),
-        "classes": json.dumps(classes),
+        SIGNATURE: signature.to_json(),
         **more,
     }
     if config:
@@ -232,9 +236,7 @@ def write_export(
             "version": VERSION,
             "name": run.name,
             **more,
-            **run.data.eval_settings(),
-            "classes": classes,
-            "probability": run.task.probability,
+            SIGNATURE: to_dict(signature),
             "plugins": run.plugins,
             "model": to_dict(run.model),
         }
@@ -242,31 +244,70 @@ def write_export(
             content["step"] = int(more["step"])
         save_plugins(out, run.plugins)
         source = json.loads(more.get("source") or more.get("initial_source", "null"))
-        card = model_card(run, classes=classes, metrics=metrics or {}, metadata=more, source=source)
+        card = model_card(run, signature, metrics=metrics or {}, metadata=more, source=source)
         storage.write_bytes(f"{out}/{CARD}", card.encode())
-        if run.model.image_size:
-            beside = json.dumps(preprocessor(run.model.image_size, run.data), indent=1)
+        if signature.image_size:
+            beside = json.dumps(preprocessor(signature), indent=1)
             storage.write_bytes(f"{out}/{PREPROCESSOR}", beside.encode())
         storage.write_bytes(config, json.dumps(content, indent=1).encode())
 
 
-def preparation_of_run(run: RunConfig) -> Preparation:
-    """Returns what is done to the images of the data set that a model was trained on; nothing if the data set
-    is gone.
+def signature_of(
+    run: RunConfig,
+    *,
+    classes: Sequence[str] | None = None,
+    preparation: Preparation = AS_IT_IS,
+    origin: tuple[str, str] = ("", ""),
+) -> Signature:
+    """Returns the signature of a run's model.
+
+    preparation: of the images that it learned from.
+    origin: source and licence of weights that were made elsewhere.
     """
+    moe, data = run.model.moe, run.data
+    return Signature(
+        image_size=run.model.image_size,
+        resize=data.eval_resize,
+        crop=data.eval_crop,
+        interpolation=data.eval_interpolation,
+        background=preparation.background,
+        white=preparation.white,
+        output=run.task.output,
+        classes=tuple(classes) if classes else None,
+        images_per_group=moe.images_per_group if moe else 1,
+        source=origin[0],
+        licence=origin[1],
+    )
+
+
+def signature_of_run(run: RunConfig) -> Signature:
+    """Returns the signature of the model of a run, as its data set says: without names of classes if the data
+    set is gone, or another has taken its place.
+    """
+    origin = _origin(run.train.init_from)
     try:
         manifest = open_manifest(run.data.path)
     except (UsageError, OSError):
-        return Preparation()
-    return Preparation(background=manifest.background, white=manifest.white)
+        return signature_of(run, origin=origin)
+    names = manifest.classes if run.task.classifies else ()
+    return signature_of(
+        run,
+        classes=names if len(names) == run.model.num_classes else None,
+        preparation=Preparation(background=manifest.background, white=manifest.white),
+        origin=origin,
+    )
 
 
-def classes_of_run(run: RunConfig) -> tuple[str, ...] | None:
-    """Returns the classes of the data set that a model was trained on; None if the data set is gone, or
-    another one has taken its place.
-    """
+def _origin(start: str | None) -> tuple[str, str]:
+    """Returns source and licence of the weights that a run began with, as their own signature says."""
+    if not start:
+        return "", ""
     try:
-        names = open_manifest(run.data.path).classes
-    except (UsageError, OSError):
-        return None
-    return names if len(names) == run.model.num_classes else None
+        is_file = start.endswith(SUFFIX)
+        tree = (
+            read_metadata(start)[SIGNATURE] if is_file else find_checkpoint(start, whole=False)[1].signature
+        )
+        found = read_signature(tree)
+    except (UsageError, OSError, ValueError, KeyError):  # gone, or of an earlier version
+        return "", ""
+    return found.source, found.licence

@@ -24,6 +24,7 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
+from moe.signature import Signature
 from orchestrator.data.augment import color_jitter, erase, randaugment, three_augment
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000")
@@ -192,6 +193,16 @@ class Transform:
     three_augment: bool = False
     color_jitter: float = 0.0
     random_erasing: float = 0.0
+
+    @classmethod
+    def of(cls, signature: Signature) -> "Transform":
+        """Returns what makes a model's input of an image, after its preparation and before normalisation."""
+        return cls(
+            size=signature.image_size,
+            eval_resize=signature.resize,
+            eval_crop=signature.crop,
+            eval_interpolation=signature.interpolation,
+        )
 
     def __call__(self, encoded: bytes, key: str = "") -> Tensor:
         """Returns one image as (3, size, size) uint8. Its randomness is a function of `key` alone.

@@ -26,7 +26,7 @@ from orchestrator.data.index import RECORD, IndexedShard, records_of, write_inde
 from orchestrator.data.labels import refuse_unlearnt
 from orchestrator.data.manifest import UNFINISHED, Manifest, Shard, has_manifest, open_manifest, save_manifest
 from orchestrator.data.offsets import image_places
-from orchestrator.data.preparation import Preparation, is_transparent
+from orchestrator.data.preparation import AS_IT_IS, Preparation, is_transparent
 from orchestrator.data.report import PackingReport, Pixels, choose_shown
 from orchestrator.data.samples import Execute, Sample, Source, warn_if_sorted, with_progress
 from orchestrator.data.sources import open_source
@@ -45,7 +45,6 @@ BESIDE = r"(train|val)\.(index|keys)|skipped\.txt|report\.(json|html)|tokenizer\
 OWN = rf"train|val|{BESIDE}|{re.escape(UNFINISHED)}|\..*"  # and hidden files
 KEPT = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP", re.DOTALL)
 
-AS_IT_IS = Preparation()
 
 log = logging.getLogger(__name__)
 

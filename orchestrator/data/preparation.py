@@ -12,10 +12,9 @@ import torch
 from PIL import Image, ImageColor, ImageOps
 from torch import Tensor
 
+from moe.signature import WHITE
 from orchestrator.data.images import BadImage, Picture, damage_as_bad_image, encode_png, open_image
 from orchestrator.errors import UsageError
-
-WHITE = 65535  # of samples of 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,9 @@ class Preparation:
         if self.background is not None and is_transparent(encoded):
             encoded = _on_background(encoded, self.background)
         return encoded
+
+
+AS_IT_IS = Preparation()
 
 
 def colour(name: str) -> tuple[int, int, int]:

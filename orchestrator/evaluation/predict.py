@@ -202,9 +202,8 @@ class Predictor:
         self.task = model.run.task if names is None else ClassificationConfig()
         loaded = shared or model.load(self.device)
         self.model = loaded if names is None else ZeroShot(loaded, names.classes, names.templates).eval()
-        was = model.run.data
-        self.transform = Transform(size=model.run.model.image_size, **was.eval_settings())
-        self.cache_bytes = int(was.cache_gb * 1e9)
+        self.transform = Transform.of(model.signature)
+        self.cache_bytes = int(model.run.data.cache_gb * 1e9)
         self.decoding = Semaphore(CORES)
 
     def __call__(self, parts: pa.Table) -> pa.Table:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from moe.signature import SIGNATURE
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX, fill
 from orchestrator.checkpoint.models import ModelRef
@@ -22,7 +23,6 @@ from orchestrator.checkpoint.statistics import with_own_statistics
 from orchestrator.checkpoint.weights import VERSION, open_weights, write_file
 from orchestrator.codec import flat, to_dict
 from orchestrator.data.batch import Batch
-from orchestrator.data.preparation import Preparation
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device, evaluate_at
 
@@ -47,15 +47,14 @@ def write_soup(
     if storage.size(out) is not None and not fresh:
         raise UsageError(f"{out} exists already; `fresh` replaces it")
     check_alike(models)
+    names = next((model.classes for model in models if model.classes), None)
     metadata = {
         "format": "pt",
         "version": VERSION,
         "config": json.dumps(to_dict(replace(models[0].run, name=Path(out).stem))),
-        "classes": json.dumps(next((m.classes for m in models if m.classes), None)),
+        SIGNATURE: replace(models[0].signature, classes=names).to_json(),
         "soup": json.dumps([{"location": m.location, "step": m.step, "run_id": m.run_id} for m in models]),
     }
-    if models[0].preparation != Preparation():
-        metadata["preparation"] = json.dumps(vars(models[0].preparation))
     if chosen_on:
         metadata["chosen_on"] = chosen_on
     write_file(out, average_of(models), metadata)
@@ -141,9 +140,10 @@ def check_alike(models: Sequence[ModelRef]) -> None:
 
 
 def _described(model: ModelRef) -> dict[str, Any]:
+    seen = replace(model.signature, classes=None, source="", licence="")
     return {
         **{f"model.{name}": value for name, value in flat(model.run.model).items()},
-        **{f"data.{name}": value for name, value in model.run.data.eval_settings().items()},
+        **{f"signature.{name}": value for name, value in flat(seen).items()},
     }
 
 

@@ -45,15 +45,13 @@ class TaskConfig(Family, ABC, default="classification"):
         return self.qualities[0]
 
     @property
-    def probability(self) -> Literal["softmax", "sigmoid"]:
-        """What makes probabilities of logits: ``softmax`` if a sample has one of the classes, ``sigmoid`` if
-        it has each of them by itself.
-        """
-        return "softmax"
+    def output(self) -> Literal["softmax", "sigmoid", "embedding", "tokens", "values"]:
+        """The meaning of an output, as `Signature` has it."""
+        return "softmax" if self.classifies else "values"
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Returns the probabilities of classes, (B, C) float32."""
-        return logits.float().sigmoid() if self.probability == "sigmoid" else logits.float().softmax(-1)
+        return logits.float().sigmoid() if self.output == "sigmoid" else logits.float().softmax(-1)
 
     def fields(self, model: ModelConfig) -> Mapping[str, Field]:
         """Returns the fields of samples that batches have beside ``image`` and ``label``."""

@@ -55,7 +55,7 @@ class ClassificationConfig(TaskConfig):
             raise ValueError(f"binarised targets are 0 or 1 for a sigmoid loss, got {wrong}")
 
     @property
-    def probability(self) -> Literal["softmax", "sigmoid"]:
+    def output(self) -> Literal["softmax", "sigmoid"]:
         return "softmax" if self.loss == "softmax" else "sigmoid"
 
     def chance(self, model: ModelConfig) -> float:

@@ -82,6 +82,10 @@ class ContrastiveConfig(TaskConfig):
         check_names(self.classes, self.templates)
 
     @property
+    def output(self) -> Literal["embedding"]:
+        return "embedding"
+
+    @property
     def quality(self) -> str:
         return self.qualities[0 if len(self.classes) > 1 else 1]
 

@@ -43,6 +43,10 @@ class NextTokenConfig(TaskConfig):
         "val/loss": ("bits", "the same as val/bits_per_byte"),
     }
 
+    @property
+    def output(self) -> Literal["tokens"]:
+        return "tokens"
+
     def fields(self, model: ModelConfig) -> Mapping[str, Field]:
         return {SEQUENCE: SequenceField(length=model.tokens() + 1)}
 

@@ -19,6 +19,7 @@ from mlflow.types import ColSpec, Schema
 import moe
 from moe.cost import num_params
 from moe.load import CONFIG, WEIGHTS
+from moe.signature import SIGNATURE
 from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import write_file
@@ -69,10 +70,7 @@ def write_pyfunc(source: ModelRef, out: str, mlmodel: MLmodel | None = None) -> 
     config = {
         "name": source.run.name,
         "step": source.step,
-        **source.run.data.eval_settings(),
-        "classes": source.classes,
-        "probability": source.run.task.probability,
-        "preparation": vars(source.preparation),
+        SIGNATURE: to_dict(source.signature),
         "model": to_dict(source.run.model),
     }
     side = source.run.model.image_size
@@ -93,6 +91,7 @@ def write_pyfunc(source: ModelRef, out: str, mlmodel: MLmodel | None = None) -> 
             code_paths=[f"{work}/moe", f"{work}/orchestrator"],
             input_example=example,
             signature=ModelSignature(INPUTS, OUTPUTS),
+            metadata={"moe_frontier": config},
             pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in PACKAGES],
             mlflow_model=mlmodel or MLmodel(),
         )

@@ -14,12 +14,12 @@ import torch
 from mlflow.exceptions import MlflowException
 
 from moe.load import CONFIG, load
+from moe.signature import SIGNATURE, read_signature
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import BadImage, Transform
 from orchestrator.data.preparation import Preparation
 
 IMAGES_PER_PASS = 64
-TRANSFORM = ("eval_resize", "eval_crop", "eval_interpolation")
 
 
 class ImageClassifier:
@@ -31,11 +31,9 @@ class ImageClassifier:
         config = json.loads((folder / CONFIG).read_text())
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = load(folder, self.device)
-        self.classes: list[str] | None = config["classes"]
-        self.is_sigmoid = config["probability"] == "sigmoid"
-        self.preparation = Preparation(**config["preparation"])
-        settings = {name: config[name] for name in TRANSFORM}
-        self.transform = Transform(size=self.model.config.image_size, **settings)
+        self.signature = known = read_signature(config[SIGNATURE])
+        self.preparation = Preparation(background=known.background, white=known.white)
+        self.transform = Transform.of(known)
 
     @torch.inference_mode()
     def predict(self, images: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
@@ -49,8 +47,7 @@ class ImageClassifier:
         if images.empty:
             return pd.DataFrame({"label": [], "probability": []}, index=images.index)
         pixels = torch.stack([self._decoded(row, image) for row, image in enumerate(images.iloc[:, 0])])
-        moe = self.model.config.moe
-        group = moe.images_per_group if moe else 1
+        group = self.signature.images_per_group
         passes = pixels.split(max(1, IMAGES_PER_PASS // group) * group)
         logits = torch.cat([self.model(normalize(each.to(self.device))).logits for each in passes])
         is_finite = logits.isfinite().all(-1)
@@ -58,8 +55,11 @@ class ImageClassifier:
             row = int(is_finite.logical_not().nonzero()[0])
             raise MlflowException(f"image {row}: the model's outputs are not finite")
         logits = logits.float()
-        probability, best = (logits.sigmoid() if self.is_sigmoid else logits.softmax(-1)).max(-1)
-        labels = [self.classes[i] if self.classes else str(i) for i in best.tolist()]
+        probability, best = (
+            logits.sigmoid() if self.signature.output == "sigmoid" else logits.softmax(-1)
+        ).max(-1)
+        names = self.signature.classes
+        labels = [names[i] if names else str(i) for i in best.tolist()]
         return pd.DataFrame({"label": labels, "probability": probability.double().cpu()}, index=images.index)
 
     def _decoded(self, row: int, image: bytes | str) -> torch.Tensor:

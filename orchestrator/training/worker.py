@@ -21,6 +21,7 @@ from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.models import read_model
 from orchestrator.checkpoint.start import StartReport, load_moments, start_from
 from orchestrator.checkpoint.statistics import inputs_for_statistics
+from orchestrator.checkpoint.weights import signature_of_run
 from orchestrator.codec import changed_fields, flat, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError
@@ -98,6 +99,7 @@ class Worker:
         self.training, self.validation = (open_stream(run, s, rank, workers) for s in ("train", "val"))
         self.fewshot = FewShot(run, run.train.fewshot, rank, workers) if run.train.fewshot else None
         self.checkpoints = Checkpoints(RunDir.of(run).checkpoints, run.checkpoint)
+        self.signature = to_dict(signature_of_run(run))
         self._pauses_at: int | None = None
         self.done, self.progress, self._resumed = self._begin()
         if self.average:
@@ -261,9 +263,15 @@ class Worker:
         recorded = asdict(self.progress) | own | {"scheduled": scheduled}
         if self.metrics_file:
             self.metrics_file.flush()
-        images, config = step * self.run.data.batch_size, to_dict(self.run)
-        state = self.model, self.optimizer
-        self.checkpoints.save(step, *state, images=images, progress=recorded, config=config)
+        self.checkpoints.save(
+            step,
+            self.model,
+            self.optimizer,
+            images=step * self.run.data.batch_size,
+            progress=recorded,
+            config=to_dict(self.run),
+            signature=self.signature,
+        )
 
     def validate(self) -> Metrics:
         values = self._evaluated()

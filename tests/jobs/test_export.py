@@ -21,7 +21,7 @@ from orchestrator.checkpoint import files
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.checkpoint.manifest import find_checkpoint, read
 from orchestrator.checkpoint.models import read_model
-from orchestrator.checkpoint.weights import classes_of_run, read_metadata
+from orchestrator.checkpoint.weights import read_metadata, signature_of_run
 from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
 from orchestrator.evaluation.models import load_model
@@ -120,8 +120,9 @@ def test_a_folder(home, call, tmp_path):
     assert torch.equal(found["model"](images).logits, expected(images).logits)
     config = json.loads((tmp_path / "soft/config.json").read_text())
     assert (config["name"], config["step"]) == ("soft", 4)
-    assert (config["eval_resize"], config["eval_crop"]) == ("shorter", 0.875)
-    assert config["classes"] == list("0123456789")
+    said = config["signature"]
+    assert (said["resize"], said["crop"], said["output"]) == ("shorter", 0.875, "softmax")
+    assert said["classes"] == list("0123456789")
 
     for out in (f"{tmp_path}/soft", f"{tmp_path}/soft/"):
         code, _ = call("soft", "--out", out)
@@ -196,9 +197,9 @@ def test_an_exported_file_goes_out(empty_home, call, tmp_path):
 
 def test_class_names_of_data_that_is_gone(home):
     run = read_config(RunConfig, read(find_checkpoint(f"{home}/soft/checkpoints")[0]).config)
-    assert classes_of_run(run) == tuple("0123456789")
-    assert classes_of_run(override(run, {"data.path": f"{run.data.path}/gone"})) is None
-    assert classes_of_run(override(run, {"model.num_classes": 11})) is None
+    assert signature_of_run(run).classes == tuple("0123456789")
+    assert signature_of_run(override(run, {"data.path": f"{run.data.path}/gone"})).classes is None
+    assert signature_of_run(override(run, {"model.num_classes": 11})).classes is None
 
 
 def test_a_folder_must_be_local_and_of_its_own(home, call, tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from moe import parallel
 from moe.expert_parallel import ExpertParallel
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.weights import classes_of_run
+from orchestrator.checkpoint.weights import signature_of_run
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data import augment
@@ -200,7 +200,7 @@ def cache_of_a_node(run: RunConfig) -> dict[str, Any]:
 
 def classes(run: RunConfig) -> tuple[str, ...] | None:
     """Returns the names of the classes that a model of the run is known to have."""
-    return classes_of_run(run)
+    return signature_of_run(run).classes
 
 
 # A worker of a run, and what it leaves.

@@ -20,6 +20,7 @@ from torch import Tensor
 from moe.adapt import shapes_of
 from moe.load import CONFIG, WEIGHTS
 from moe.models.vit import ViTConfig
+from moe.signature import SIGNATURE, read_signature
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.foreign import flax, huggingface, timm, torchvision
@@ -28,11 +29,13 @@ from orchestrator.checkpoint.foreign.mapping import ImportPlan, plan_vit
 from orchestrator.checkpoint.foreign.outward import ForeignFolder
 from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy, open_foreign
 from orchestrator.checkpoint.models import ModelRef
-from orchestrator.checkpoint.weights import read_metadata, write_export
+from orchestrator.checkpoint.weights import read_metadata, signature_of, write_export
 from orchestrator.codec import override, to_dict
 from orchestrator.config import DataConfig, RunConfig
+from orchestrator.data.preparation import Preparation
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.names import run_name
+from orchestrator.tasks import ClassificationConfig
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +134,7 @@ def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = N
     heads = str(changes.get("model.heads", ""))
     try:
         tensors, names, facts = kind.read(opened)
+        facts = _as_exported(facts, opened)
         plan = plan_vit(tensors, names, facts, heads=int(heads) if heads.isdecimal() else None)
         data = DataConfig(**facts.evaluation)
     except UsageError as error:
@@ -139,7 +143,8 @@ def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = N
         reason = f"settings that cannot be used: {reason_of(error)}"
         raise UsageError(f"{source}, read as weights of {kind.name}, has {reason}") from None
     facts = _with_classes(facts, plan.config.num_classes)
-    run = override(RunConfig(name=run_name(name), model=plan.config, data=data), changes)
+    task = ClassificationConfig(loss=facts.output)
+    run = override(RunConfig(name=run_name(name), model=plan.config, task=task, data=data), changes)
     if run.model.kind != plan.config.kind:
         raise UsageError(f"weights of {kind.name} are those of a model of kind {plan.config.kind!r}")
     model = cast(ViTConfig, run.model)
@@ -163,6 +168,26 @@ def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = N
         facts=facts,
         resized=(old, new) if old != new else None,
     )
+
+
+def _as_exported(facts: Facts, opened: ForeignWeights) -> Facts:
+    """Adds what the signature of a model of ours says, and the other library has no place for."""
+    tree = (opened.config or {}).get(SIGNATURE)
+    if tree is None:
+        return facts
+    try:
+        known = read_signature(tree)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    preparation = Preparation(background=known.background, white=known.white)
+    output = known.output if known.output in ("softmax", "sigmoid") else facts.output
+    # Theirs is rounded to whole pixels.
+    evaluation = {
+        "eval_resize": known.resize,
+        "eval_crop": known.crop,
+        "eval_interpolation": known.interpolation,
+    }
+    return replace(facts, preparation=preparation, output=output, evaluation=evaluation)
 
 
 def _with_classes(facts: Facts, outputs: int) -> Facts:
@@ -201,11 +226,18 @@ def write_import(planned: Import, out: str, *, fresh: bool = False) -> None:
         "sha256": opened.sha256,
         "licence": planned.facts.licence,
     }
+    facts = planned.facts
+    signature = signature_of(
+        planned.run,
+        classes=facts.classes,
+        preparation=facts.preparation,
+        origin=(f"{planned.kind}, SHA-256 {opened.sha256}", facts.licence),
+    )
     write_export(
         out,
         tensors,
         planned.run,
-        classes=planned.facts.classes,
+        signature=signature,
         fresh=fresh,
         more={"source": json.dumps(source)},
     )
@@ -220,7 +252,7 @@ def foreign_folder(library: Literal["timm", "huggingface"], model: ModelRef) -> 
     if model.run.model.kind != "vit":
         raise UsageError(f"a model of kind {model.run.model.kind!r} exists here alone, and not in {library}")
     describe = timm.as_timm if library == "timm" else huggingface.as_transformers
-    return describe(cast(ViTConfig, model.run.model), model.run.data, model.classes)
+    return describe(cast(ViTConfig, model.run.model), model.signature)
 
 
 def is_foreign(location: str) -> bool:

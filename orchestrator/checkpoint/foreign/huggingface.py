@@ -4,17 +4,17 @@ transformers 5 has other names in memory than in its files; both are read.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch.nn.functional as F
 
 from moe.models.vit import ViTConfig
+from moe.signature import Signature
 from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
 from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
-from orchestrator.config import DataConfig
 from orchestrator.errors import UsageError
 
 OPENS = "transformers.AutoModelForImageClassification.from_pretrained('{out}')"
@@ -73,6 +73,10 @@ NAMES_OF = {
     "siglip": SIGLIP,
     "siglip_vision_model": SIGLIP,
 }
+PROBLEMS: dict[Any, Literal["softmax", "sigmoid"]] = {
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
 GELUS: dict[str, Literal["exact", "tanh"]] = {
     "gelu": "exact",
     "gelu_pytorch_tanh": "tanh",
@@ -119,6 +123,9 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
     pools = any(name.startswith("pooler.dense.") for name in theirs)
     if pools and (pooler := settings.get("pooler_act", "tanh")) != "tanh":
         raise UsageError(f"pooler_act {pooler!r}: the model here has tanh between class token and features")
+    problem = config.get("problem_type")
+    if problem not in (None, *PROBLEMS):
+        raise UsageError(f"problem_type {problem!r}: the model here classifies ({', '.join(PROBLEMS)})")
     mean, std, evaluation, assumed = _preprocessing(opened, kind)
     sizes = {
         ours: settings[key]
@@ -142,6 +149,7 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         resize=lambda image, new: F.interpolate(image, size=(new, new), mode="bicubic", align_corners=False),
         evaluation=evaluation,
         classes=config.get("id2label") if classifies else None,
+        output=PROBLEMS.get(problem, "softmax"),
         sizes=sizes,
         assumed=assumed,
     )
@@ -199,7 +207,7 @@ def _preprocessing(
     return mean, std, evaluation, tuple(assumed)
 
 
-def as_transformers(config: ViTConfig, data: DataConfig, classes: Sequence[str] | None) -> ForeignFolder:
+def as_transformers(config: ViTConfig, signature: Signature) -> ForeignFolder:
     """Returns the folder of a ViTForImageClassification (class token), or of a SiglipForImageClassification
     (mean of the tokens).
 
@@ -225,12 +233,14 @@ def as_transformers(config: ViTConfig, data: DataConfig, classes: Sequence[str] 
         "hidden_act": "gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu",
         "layer_norm_eps": config.norm_eps,
     }
-    labels = classes or [f"LABEL_{i}" for i in range(config.num_classes)]
+    labels = signature.classes or [f"LABEL_{i}" for i in range(config.num_classes)]
     head = {
         "dtype": "float32",
         "id2label": {str(i): name for i, name in enumerate(labels)},
         "label2id": {name: i for i, name in enumerate(labels)},
     }
+    if signature.output in PROBLEMS.values():
+        head["problem_type"] = next(theirs for theirs, ours in PROBLEMS.items() if ours == signature.output)
     if config.pooling == "token":
         content = {"model_type": "vit", "architectures": ["ViTForImageClassification"], **head, **tower}
         return ForeignFolder(config=content, names=VIT, prefix="vit.", opens=OPENS)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
+from orchestrator.data.preparation import AS_IT_IS, Preparation
 from orchestrator.errors import UsageError
 
 Resize = Callable[[Tensor, int], Tensor]  # (1, D, old, old), new -> (1, D, new, new)
@@ -70,6 +71,8 @@ class Facts:
         evaluation: fields of `DataConfig`.
         resize: how the source's library resizes position embeddings.
         classes: their names, as a list or by number; of an `Import` by output; None: unknown.
+        output: the meaning of the head: an image has one of the classes, or each by itself.
+        preparation: of images before they are resized, as a model of ours that was exported says.
         sizes: fields of the model that a config beside the weights states, as ``width`` and ``depth``.
         pooling: as a config has it; None: as the tensors say.
         assumed: what was not found anywhere, and is the default of the library.
@@ -84,6 +87,8 @@ class Facts:
     std: Sequence[float] = HALF[1]
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     classes: Any = None
+    output: Literal["softmax", "sigmoid"] = "softmax"
+    preparation: Preparation = AS_IT_IS
     sizes: Mapping[str, int] = field(default_factory=dict)
     pooling: Literal["gap", "token", "map"] | None = None
     assumed: tuple[str, ...] = ()

@@ -17,12 +17,14 @@ from torch import Tensor
 from moe.dense import sincos2d
 from moe.load import CONFIG, WEIGHTS
 from moe.models.vit import ViTConfig
+from moe.signature import SIGNATURE
 from orchestrator import storage
 from orchestrator.checkpoint.card import PREPROCESSOR, preprocessor
 from orchestrator.checkpoint.foreign.kind import TensorNames
 from orchestrator.checkpoint.foreign.mapping import scaled_rows
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import check_export, write_file
+from orchestrator.codec import to_dict
 from orchestrator.errors import UsageError
 
 
@@ -58,7 +60,8 @@ def write_foreign(out: str, folder: ForeignFolder, model: ModelRef, *, fresh: bo
     config, tensors = cast(ViTConfig, model.run.model), model.load().state_dict()
     Path(out, CONFIG).unlink(missing_ok=True)  # it must never describe other weights
     write_file(f"{out}/{WEIGHTS}", foreign_tensors(folder, tensors, config), {"format": "pt"})
-    about = {PREPROCESSOR: preprocessor(config.image_size, model.run.data), CONFIG: folder.config}
+    content = {**folder.config, SIGNATURE: to_dict(model.signature)}
+    about = {PREPROCESSOR: preprocessor(model.signature), CONFIG: content}
     for name, content in about.items():
         storage.write_bytes(f"{out}/{name}", json.dumps(content, indent=2).encode())
 

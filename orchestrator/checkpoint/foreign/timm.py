@@ -4,16 +4,16 @@ The config names the architecture, whose defaults decide the GELU and, without `
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch.nn.functional as F
 
 from moe.models.vit import ViTConfig
+from moe.signature import Signature
 from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
 from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
-from orchestrator.config import DataConfig
 from orchestrator.errors import UsageError
 
 TANH = (
@@ -116,7 +116,7 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         ),
         evaluation={
             "eval_resize": "square" if squash else "shorter",
-            "eval_crop": 1.0 if squash else pretrained.get("crop_pct", 0.9),
+            "eval_crop": pretrained.get("crop_pct", 0.9),
             "eval_interpolation": "bilinear" if pretrained.get("interpolation") == "bilinear" else "bicubic",
         },
         classes=config.get("label_names"),
@@ -167,7 +167,7 @@ def _side(size: Any) -> int:
     return int(sides[0])
 
 
-def as_timm(config: ViTConfig, data: DataConfig, classes: Sequence[str] | None) -> ForeignFolder:
+def as_timm(config: ViTConfig, signature: Signature) -> ForeignFolder:
     """Returns the folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` opens.
 
     Raises:
@@ -185,7 +185,7 @@ def as_timm(config: ViTConfig, data: DataConfig, classes: Sequence[str] | None) 
     if int(config.width * ratio) != config.mlp_dim:  # as timm rounds
         ratio = (config.mlp_dim + 0.5) / config.width
     pooling = next(theirs for theirs, ours in POOLINGS.items() if ours == config.pooling)
-    size, square = config.image_size, data.eval_resize == "square"
+    size = signature.image_size
     content = {
         "architecture": f"vit_{ARCHITECTURES.get(config.width, 'base_patch16')}_224",
         "num_classes": config.num_classes,
@@ -209,17 +209,17 @@ def as_timm(config: ViTConfig, data: DataConfig, classes: Sequence[str] | None) 
             "num_classes": config.num_classes,
             "input_size": [3, size, size],
             "fixed_input_size": True,
-            "mean": HALF[0],
-            "std": HALF[1],
-            "interpolation": data.eval_interpolation,
-            "crop_pct": data.eval_crop,
-            "crop_mode": "squash" if square else "center",
+            "mean": signature.mean,
+            "std": signature.std,
+            "interpolation": signature.interpolation,
+            "crop_pct": signature.crop,
+            "crop_mode": "squash" if signature.resize == "square" else "center",
             "first_conv": "patch_embed.proj",
             "classifier": "head",
         },
     }
-    if classes:
-        content["label_names"] = list(classes)
+    if signature.classes:
+        content["label_names"] = list(signature.classes)
     opens = "timm.create_model('local-dir:{out}', pretrained=True)"
     return ForeignFolder(config=content, names=NAMES, opens=opens)
 

@@ -5,6 +5,7 @@ import math
 
 from moe.cost import num_params
 from orchestrator.checkpoint.card import model_card
+from orchestrator.checkpoint.weights import signature_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
@@ -16,8 +17,8 @@ SOURCE = {"kind": "timm", "location": "/home/me/vit_tiny", "sha256": "abc", "lic
 def card_of(digits: str, *, metrics=None, source=None, step=200, **changes) -> str:
     run = override(RunConfig(), {"name": "tiny", "data.path": digits, "train.seed": 7, **ROUTED, **changes})
     metadata = {} if step is None else {"step": str(step)}
-    classes = open_manifest(digits).classes
-    return model_card(run, classes=classes, metrics=metrics or {}, metadata=metadata, source=source)
+    signature = signature_of(run, classes=open_manifest(digits).classes)
+    return model_card(run, signature, metrics=metrics or {}, metadata=metadata, source=source)
 
 
 def test_what_a_card_says(digits):
@@ -57,9 +58,8 @@ def test_what_nobody_knows(digits):
 
 
 def test_a_dense_model_has_no_routing(digits):
-    card = model_card(
-        override(RunConfig(), {"data.path": digits}), classes=None, metrics={}, metadata={}, source=None
-    )
+    run = override(RunConfig(), {"data.path": digits})
+    card = model_card(run, signature_of(run), metrics={}, metadata={}, source=None)
     front = card.split("---")[1]
     assert "tags: [vision, vit]" in front
     assert "None: the model is dense." in card

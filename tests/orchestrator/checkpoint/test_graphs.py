@@ -10,11 +10,13 @@ import torch
 
 from moe.model import Model
 from moe.models.vit import ViTConfig
+from moe.signature import Signature
 from orchestrator.checkpoint import graphs
 from orchestrator.codec import read_config
 from orchestrator.errors import UsageError
 from tests.parts import library
 
+SIGNED = Signature(image_size=16, classes=("cat", "dog"))
 # Few iterations: each is a part of the graph, and takes the exporter a second.
 ASSIGNMENT = {"kind": "sparse_transport", "iterations": 4}
 CASES: dict[str, dict[str, Any] | None] = {
@@ -70,7 +72,7 @@ def test_a_program_of_torch(moe: dict[str, Any] | None, fields: dict[str, Any], 
     """The same operators in the same order: equal to the bit. Of a dropless model it has slots."""
     model = built(moe, **fields)
     bound = 1e-6 if moe == CASES["dropless"] else 0
-    assert graphs.write_program(model, str(tmp_path / "model.pt2")) <= bound
+    assert graphs.write_program(model, str(tmp_path / "model.pt2"), SIGNED) <= bound
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
 
 
@@ -78,14 +80,14 @@ def test_a_program_of_torch(moe: dict[str, Any] | None, fields: dict[str, Any], 
 def test_onnx(moe: dict[str, Any] | None, fields: dict[str, Any], tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         library(package)
-    assert graphs.write_onnx(built(moe, **fields), str(tmp_path / "model.onnx")) < 2e-6
+    assert graphs.write_onnx(built(moe, **fields), str(tmp_path / "model.onnx"), SIGNED) < 2e-6
 
 
 @pytest.mark.smoke
 def test_a_program_runs_where_the_project_is_unknown(tmp_path: Path) -> None:
     """Our own operators are not in it."""
     model = built(CASES["token choice, sinkhorn"])
-    graphs.write_program(model, str(tmp_path / "model.pt2"))
+    graphs.write_program(model, str(tmp_path / "model.pt2"), SIGNED)
     torch.save(images := torch.rand(5, 3, 16, 16), tmp_path / "images")
     code = (
         "import sys, torch\n"
@@ -112,5 +114,5 @@ def test_onnx_needs_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         UsageError, match=r"needs the package onnxruntime: pip install 'moe-frontier\[export\]'"
     ):
-        graphs.write_onnx(built(None), str(tmp_path / "model.onnx"))
+        graphs.write_onnx(built(None), str(tmp_path / "model.onnx"), SIGNED)
     assert not [*tmp_path.iterdir()]

@@ -187,7 +187,7 @@ def test_labels_must_mean_what_the_model_learned(
     model.check_classes(path)
     relabel(names[:9])
     model.check_classes(path)
-    unknown = replace(model, classes=None)
+    unknown = replace(model, signature=replace(model.signature, classes=None))
     for others in (names[::-1], ["zero", *names[1:]], [*names, "ten"]):
         relabel(others)
         with pytest.raises(UsageError, match=r"soft learned the classes \(0, 1, 2, .. 10\): its predictions"):
@@ -270,8 +270,9 @@ def test_loading_reads_the_weights_once(
         {"config": "{"},
         {"config": "[1]"},
         {"config": "[" * 100_000},
-        {"classes": "x"},
-        {"classes": "5"},
+        {"signature": "x"},
+        {"signature": "5"},
+        {"signature": "[" * 100_000},
         {"model.width": "x"},
         {"model.width": 2**40},
         {"model.width": 2**70},

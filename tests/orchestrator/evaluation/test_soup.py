@@ -82,7 +82,7 @@ def test_it_is_a_model_like_others(trained, tmp_path):
     [
         ({"model.width": 32}, r"model\.width is 16 in .*seed0\.safetensors, 32 in .*seed1\.safetensors"),
         ({"model.moe.router.kind": "token_choice"}, r"model\.moe\.router\.kind is soft in .*, token_choice"),
-        ({"data.eval_crop": 0.5}, r"data\.eval_crop is 0\.875 in .*, 0\.5 in"),
+        ({"data.eval_crop": 0.5}, r"signature\.crop is 0\.875 in .*, 0\.5 in"),
     ],
 )
 def test_different_models_are_refused(changes, message, trained, tmp_path):
@@ -103,16 +103,20 @@ def test_models_that_began_with_other_weights_are_refused(trained, tmp_path):
     soup(tmp_path, one, trained(1, **{"train.init_from": "/a", "train.seed": 1}))
 
 
+def named(model: ModelRef, classes: tuple[str, ...] | None) -> ModelRef:
+    return replace(model, signature=replace(model.signature, classes=classes))
+
+
 def test_models_of_other_classes_are_refused(trained, tmp_path):
     """Known in another order; where only one model's classes are known, they are the soup's."""
     names = tuple("0123456789")
-    one, two = replace(trained(0), classes=names), trained(1)
+    one, two = named(trained(0), names), trained(1)
     with pytest.raises(UsageError, match=r"class 0 is 0 in .*seed0\.safetensors, 9 in .*seed1\.safetensors"):
-        soup(tmp_path, one, replace(two, classes=names[::-1]))
+        soup(tmp_path, one, named(two, names[::-1]))
     with pytest.raises(UsageError, match=r"class 0 is 0 in .*seed0\.safetensors, 9 in .*seed1\.safetensors"):
-        soup(tmp_path, replace(two, classes=None), one, replace(two, classes=names[::-1]))
+        soup(tmp_path, named(two, None), one, named(two, names[::-1]))
     assert not (tmp_path / "soup.safetensors").exists()
-    soup(tmp_path, replace(two, classes=None), one)
+    soup(tmp_path, named(two, None), one)
     assert read_model(f"{tmp_path}/soup.safetensors").classes == names
 
 

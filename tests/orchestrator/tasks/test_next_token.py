@@ -14,6 +14,7 @@ from moe.models import DecoderConfig
 from moe.overrides import AS_TRAINED
 from moe.routers import MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from orchestrator.checkpoint.card import model_card
+from orchestrator.checkpoint.weights import signature_of
 from orchestrator.codec import override
 from orchestrator.config import FewShotConfig, RunConfig, TrainConfig
 from orchestrator.data.batch import Batch
@@ -150,7 +151,8 @@ def test_a_run_that_pauses_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_what_needs_images_says_so() -> None:
     with pytest.raises(UsageError, match="few shots are of images, and a model of kind 'decoder' reads none"):
         FewShot(small_run(), FewShotConfig())
-    card = model_card(small_run(), classes=None, metrics={"val/bits_per_byte": 3.0}, metadata={}, source=None)
+    run = small_run()
+    card = model_card(run, signature_of(run), metrics={"val/bits_per_byte": 3.0}, metadata={}, source=None)
     assert "image" not in card.partition("## Use")[2]
     assert "tokens: (B, 12) int32" in card
 

@@ -28,7 +28,6 @@ from moe.model import Output
 from moe.models import ViTConfig
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import Transform
-from orchestrator.data.preparation import Preparation
 from orchestrator.evaluation.models import load_model
 from orchestrator.tracking import pyfunc
 from orchestrator.tracking.store import open_reader, open_tracking
@@ -93,7 +92,8 @@ def test_what_outputs_mean_and_how_images_are_prepared(tmp_path: Path) -> None:
     a transparent image is seen on the background of the data.
     """
     ref = exported(tmp_path / "model.safetensors", {"model.width": 16, "task.loss": "sigmoid"})
-    pyfunc.write_pyfunc(replace(ref, preparation=Preparation(background="white")), str(tmp_path / "packed"))
+    ref = replace(ref, signature=replace(ref.signature, background="white"))
+    pyfunc.write_pyfunc(ref, str(tmp_path / "packed"))
     packed: Any = mlflow.pyfunc.load_model(str(tmp_path / "packed"))._model_impl
     glass = encoded(Image.new("RGBA", (20, 20), (0, 0, 0, 0)))
     white = encoded(Image.new("RGB", (20, 20), (255, 255, 255)))

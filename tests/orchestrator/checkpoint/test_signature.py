@@ -1,0 +1,101 @@
+"""The signature of a model: the same behind every door."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import mlflow.pyfunc
+import onnx
+import pytest
+import torch
+
+from moe import load_signature
+from moe.signature import read_signature
+from orchestrator.checkpoint import graphs
+from orchestrator.checkpoint.foreign import foreign_folder, plan_import, write_import
+from orchestrator.checkpoint.foreign.outward import write_foreign
+from orchestrator.checkpoint.models import ModelRef, read_model
+from orchestrator.checkpoint.weights import signature_of, write_export
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.data.preparation import Preparation
+from orchestrator.evaluation.soup import write_soup
+from orchestrator.tracking.pyfunc import write_pyfunc
+
+RUN = override(
+    RunConfig(),
+    {
+        **{"name": "signed", "task.loss": "sigmoid", "data.path": "/gone"},
+        **{"data.eval_resize": "square", "data.eval_crop": 0.9, "data.eval_interpolation": "bicubic"},
+        **{"model.moe": None, "model.image_size": 16, "model.patch_size": 8, "model.width": 16},
+        **{"model.mlp_dim": 16, "model.depth": 1, "model.heads": 2, "model.num_classes": 3},
+        **{"model.pooling": "token", "model.qk_norm": False, "model.position": "learned"},
+    },
+)
+SIGNED = signature_of(
+    RUN,
+    classes=("cat", "dog, hot", "null"),
+    preparation=Preparation(background="white", white=4095),
+    origin=("timm, SHA-256 abc", "apache-2.0"),
+)
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory) -> ModelRef:
+    folder = str(tmp_path_factory.mktemp("signed") / "model")
+    write_export(folder, RUN.model.build(seed=0).state_dict(), RUN, signature=SIGNED, more={})
+    return read_model(f"{folder}/model.safetensors")
+
+
+def test_what_it_says(signed: ModelRef) -> None:
+    assert signed.signature == SIGNED
+    assert (SIGNED.output, SIGNED.background, SIGNED.white) == ("sigmoid", "white", 4095)
+    assert signed.preparation == Preparation(background="white", white=4095)
+    assert signed.classes == SIGNED.classes
+    assert str(SIGNED) == (
+        "takes RGB images of 16 x 16 pixels (both sides, central 0.9, bicubic), mean 0.5, std 0.5,"
+        " transparent pixels on white, 16 bits with 4095 as white; gives sigmoid, of 3 named classes"
+    )
+    assert "2 images are routed together" in str(replace(SIGNED, images_per_group=2))
+
+
+def test_our_own_formats_have_it(signed: ModelRef, tmp_path: Path) -> None:
+    """A folder, the file in it, a soup, and what MLflow serves."""
+    folder = Path(signed.location).parent
+    assert load_signature(folder) == load_signature(signed.location) == SIGNED
+    write_soup([signed], str(tmp_path / "soup.safetensors"))
+    assert read_model(str(tmp_path / "soup.safetensors")).signature == SIGNED
+    write_pyfunc(signed, str(tmp_path / "packed"))
+    served = mlflow.pyfunc.load_model(str(tmp_path / "packed"))._model_impl
+    assert served.signature == SIGNED  # pyright: ignore
+    assert f"The model {SIGNED}." in (folder / "README.md").read_text()
+
+
+def test_graphs_have_it(signed: ModelRef, tmp_path: Path) -> None:
+    model = signed.load()
+    graphs.write_program(model, str(tmp_path / "a.pt2"), SIGNED)
+    extra = {"signature": ""}
+    torch.export.load(tmp_path / "a.pt2", extra_files=extra)
+    assert read_signature(extra["signature"]) == SIGNED
+    graphs.write_onnx(model, str(tmp_path / "a.onnx"), SIGNED)
+    found = {each.key: each.value for each in onnx.load(str(tmp_path / "a.onnx")).metadata_props}
+    assert read_signature(found["signature"]) == SIGNED
+
+
+@pytest.mark.parametrize("library", ["timm", "huggingface"])
+def test_other_libraries_take_it_and_give_it_back(library: str, signed: ModelRef, tmp_path: Path) -> None:
+    out, back = str(tmp_path / "theirs"), str(tmp_path / "back")
+    write_foreign(out, foreign_folder(library, signed), signed)  # pyright: ignore[reportArgumentType]
+    write_import(plan_import(out, name="back"), back)
+    found = read_model(f"{back}/model.safetensors")
+    assert found.signature.source.startswith(("timm", "Hugging Face"))
+    assert replace(found.signature, source=SIGNED.source, licence=SIGNED.licence) == SIGNED
+    assert found.run.task == RUN.task
+    config = json.loads(Path(out, "config.json").read_text())
+    assert library == "timm" or config["problem_type"] == "multi_label_classification"
+
+
+@pytest.mark.parametrize("tree", ["{}", "[]", '{"image_size": -1}', '{"image_size": 8, "crop": 2}', "no"])
+def test_what_is_no_signature(tree: str) -> None:
+    with pytest.raises(ValueError, match=r"signature|Expecting|image_size|crop"):
+        read_signature(tree)
