@@ -1,13 +1,17 @@
 """The signature of a model: the same behind every door."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlflow.pyfunc
+import numpy as np
 import onnx
 import pytest
 import torch
+from PIL import Image
 
 from moe import load_signature
 from moe.signature import read_signature
@@ -18,10 +22,24 @@ from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import signature_of, write_export
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.data.batch import normalize
+from orchestrator.data.images import Transform
 from orchestrator.data.preparation import Preparation
 from orchestrator.evaluation.soup import write_soup
 from orchestrator.tracking.pyfunc import write_pyfunc
+from tests.orchestrator.data.images import encoded, exif
 
+RNG = np.random.default_rng(0)
+# Bicubic sums stay within 0..255: two libraries cut them at different times.
+GLASS = RNG.integers(90, 166, (20, 31, 4), np.uint8)
+PICTURES = {
+    "oblong": encoded(Image.fromarray(GLASS[..., :3])),
+    "transparent": encoded(Image.fromarray(GLASS)),
+    "of its size": encoded(Image.fromarray(GLASS[:16, :16, :3])),
+    "turned": encoded(Image.fromarray(GLASS[..., :3]), exif=exif(6)),
+    "12 bits": encoded(Image.fromarray(RNG.integers(1400, 2700, (20, 31), np.uint16))),
+    "grey with alpha": encoded(Image.fromarray(GLASS[..., :2])),
+}
 RUN = override(
     RunConfig(),
     {
@@ -80,6 +98,17 @@ def test_graphs_have_it(signed: ModelRef, tmp_path: Path) -> None:
     graphs.write_onnx(model, str(tmp_path / "a.onnx"), SIGNED)
     found = {each.key: each.value for each in onnx.load(str(tmp_path / "a.onnx")).metadata_props}
     assert read_signature(found["signature"]) == SIGNED
+    reader: dict[str, Any] = {}
+    page = Path(__file__).parents[3].joinpath("docs/signature.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code.replace("model.onnx", str(tmp_path / "a.onnx")), reader)
+    transform = Transform.of(SIGNED)
+    for name, image in PICTURES.items():
+        pixels = normalize(transform(signed.preparation.prepare(image)))
+        # A level of 255 where two libraries round otherwise.
+        assert np.abs(reader["model_input"](image) - pixels[None].numpy()).max() < 1.01 * 2 / 255, name
+        logits = model(pixels[None]).logits[0]
+        assert reader["probabilities"](image) == pytest.approx(logits.sigmoid().detach().numpy(), abs=0.01)
 
 
 @pytest.mark.parametrize("library", ["timm", "huggingface"])
