@@ -1,4 +1,4 @@
-"""Registered models that MLflow opens by itself: in this process, and in one where the project is missing."""
+"""Registered models that MLflow opens by itself: in this process, and in an environment without us."""
 
 import base64
 import json
@@ -8,8 +8,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
 import urllib.error
 import urllib.request
+import venv
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -39,11 +41,6 @@ from tests.parts import free_port, png
 
 ROOT = Path(__file__).parents[3]
 NAME = "models:/tiny@pareto-knee"
-# Takes out of a Python's path what an editable install of this project puts there.
-WITHOUT_US = """
-import pathlib, sys
-sys.path[:] = [place for place in sys.path if not pathlib.Path(place, "moe").is_dir()]
-"""
 
 
 def images(count: int) -> list[bytes]:
@@ -137,18 +134,30 @@ def test_a_large_model_stays_where_it_is(
     assert len(mlflow.pyfunc.load_model(NAME).predict(pd.DataFrame({"image": images(1)}))) == 1
 
 
+def environment_without_us(folder: Path) -> Path:
+    """Makes a virtual environment that finds the packages of this one, and returns its folder of programs. An
+    editable install is not a package: it is a `.pth` file, which counts in its own environment alone.
+    """
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
+    for program in ("mlflow", "uvicorn"):
+        script = Path(sysconfig.get_path("scripts"), program).read_text().partition("\n")[2]
+        made = folder / "bin" / program
+        made.write_text(f"#!{folder}/bin/python\n{script}")
+        made.chmod(0o755)
+    return folder / "bin"
+
+
 @pytest.fixture
 def server(trained_home: Path, store: str, tmp_path: Path) -> Iterator[str]:
-    """The command of docs/weights.md, in a Python that cannot import the project."""
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_US)
-    env = {name: value for name, value in os.environ.items() if name != "MLFLOW_RUN_ID"}
-    env |= {"PYTHONPATH": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
-    missing = [
-        sys.executable,
-        "-c",
-        "import importlib.util as u; print(u.find_spec('moe'), u.find_spec('jobs'))",
-    ]
-    assert subprocess.check_output(missing, cwd=tmp_path, env=env, text=True) == "None None\n"
+    """The command of docs/weights.md, in an environment of its own, which has our packages but not us."""
+    fresh = environment_without_us(tmp_path / "fresh")
+    env = {name: os.environ[name] for name in os.environ if name not in ("MLFLOW_RUN_ID", "PYTHONPATH")}
+    env["PATH"] = f"{fresh}:{env['PATH']}"
+    code = "import importlib.util as u; print(u.find_spec('moe'), u.find_spec('orchestrator'))"
+    missing = subprocess.check_output([f"{fresh}/python", "-c", code], cwd=tmp_path, env=env, text=True)
+    assert missing == "None None\n"
     port, log = free_port(), tmp_path / "log"
     (command,) = re.findall("^mlflow models serve .*", (ROOT / "docs/weights.md").read_text(), re.MULTILINE)
     process = subprocess.Popen(
