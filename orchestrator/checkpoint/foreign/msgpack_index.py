@@ -19,8 +19,8 @@ CHUNKED = "__msgpack_array_chunk_a87ca2__"
 _ARRAY, _SLICES, _LEAF = 1, 6, 8  # extension types; slices are (start, stop, step) of each axis
 
 
-def read_index(prefix: Path) -> tuple[Path, dict[str, np.ndarray]]:
-    """Returns the index and all arrays, by path in the tree: ``Encoder/encoder_norm/scale``.
+def read_index(prefix: Path) -> dict[str, np.ndarray]:
+    """Returns all arrays, by path in the tree: ``Encoder/encoder_norm/scale``.
 
     A training state's parameters are taken, without its optimiser.
 
@@ -29,7 +29,7 @@ def read_index(prefix: Path) -> tuple[Path, dict[str, np.ndarray]]:
     """
     index = Path(f"{prefix}.index")
     try:
-        return index, _read(prefix, index)
+        return _read(prefix, index)
     except UsageError:
         raise
     except Exception as error:  # msgpack and numpy raise nearly anything for damaged files
