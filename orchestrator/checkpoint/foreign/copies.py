@@ -42,7 +42,7 @@ def pick(
         match[1]: kind
         for kind in kinds
         for name in plain
-        if (match := re.fullmatch(rf"((?:.*?[./])?){kind.patches}", name))
+        if (match := re.fullmatch(rf"((?:.*?[./])??){kind.patches}", name))
     }
     weights = {p: kind for p, kind in found.items() if not any(map(TRAINING.match, re.split("[./]", p)))}
     found = weights or found
@@ -69,12 +69,10 @@ def pick(
             counters.append(name)
         else:
             picked[below] = lazy
-    if prefix:
-        others = [other.rstrip("./") for other in found if other != prefix]
-        notes.append(
-            f"the model at {prefix.rstrip('./')!r} is taken"
-            + (f", not {shortened(others)}" if others else "")
-        )
+    others = [other.rstrip("./") or "the one without a prefix" for other in found if other != prefix]
+    if prefix or others:
+        rest = f", not {shortened(others)}" if others else ""
+        notes.append(f"the model at {prefix.rstrip('./')!r} is taken{rest}")
     if beside:
         places = [f"{place} ({count} tensors)" if count > 1 else place for place, count in beside.items()]
         notes.append(f"left out beside it: {shortened(places)}")

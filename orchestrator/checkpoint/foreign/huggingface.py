@@ -110,10 +110,12 @@ COMMON = {
     *("encoder_no_repeat_ngram_size", "num_return_sequences", "do_sample", "early_stopping", "output_scores"),
     *("return_dict_in_generate", "remove_invalid_values"),
 }
+VIT_FIELDS = {"qkv_bias", "encoder_stride", "pooler_act", "pooler_output_size"}
 KNOWN = {
-    "vit": {"qkv_bias", "encoder_stride", "pooler_act", "pooler_output_size"},
-    "vit_mae": {
-        *("qkv_bias", "decoder_num_attention_heads", "decoder_hidden_size", "decoder_num_hidden_layers"),
+    "vit": VIT_FIELDS,
+    "vit_mae": VIT_FIELDS
+    | {
+        *("decoder_num_attention_heads", "decoder_hidden_size", "decoder_num_hidden_layers"),
         *("decoder_intermediate_size", "mask_ratio", "norm_pix_loss"),
     },
     "dinov2": {

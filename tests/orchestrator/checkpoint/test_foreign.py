@@ -28,7 +28,7 @@ FILES = sorted(path.name for path in GOLDENS.glob("*.*") if "expected" not in pa
 CASES = [*FOLDERS, *FILES, "vmoe/vmoe"]
 # What these weights do not say.
 CHANGES: dict[str, dict[str, Any]] = {
-    "torchvision_vit.pth": {"model.heads": 2},
+    "torchvision_vit.pth": {"model.heads": 2, "data.mean": "imagenet"},
     "vmoe/vmoe": {"model.moe.images_per_group": 2},
 }
 
@@ -82,9 +82,9 @@ def test_wrappers_prefixes_halves_and_shards(case: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(GOLDENS / case, tmp_path / case))
     (copy / "model.safetensors").unlink()
     wrapped = {f"module.{name}": tensor for name, tensor in tensors.items()}
-    torch.save({"model": {}, "state_dict_ema": wrapped}, copy / "pytorch_model.bin")
+    torch.save({"model": tensors, "state_dict_ema": wrapped}, copy / "pytorch_model.bin")
     planned = plan_import(str(copy), name="x")
-    assert "the copy 'state_dict_ema' is taken, not model" in str(planned)
+    assert "the model at 'state_dict_ema' is taken, not model" in str(planned)
     found = imported(copy, tmp_path / "wrapped")
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     (copy / "pytorch_model.bin").unlink()
@@ -215,7 +215,7 @@ def test_tensors_that_do_not_fit_are_refused(
         ("hf_vit", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu': the model here has gelu"),
         ("hf_vit", {"num_hidden_layers": 3}, "config says depth=3, and the tensors have 2"),
         ("hf_vit", {"model_type": "swin"}, "model_type 'swin' of Hugging Face is none of vit,"),
-        ("hf_dinov2", {"use_swiglu_ffn": True}, "SwiGLU"),
+        ("hf_dinov2", {"use_swiglu_ffn": True}, "use_swiglu_ffn=True of its config"),
         ("timm_token", {"architecture": "eva02_base_patch14_224"}, "is no plain ViT of timm"),
         ("timm_token", {"architecture": "vit_base_patch16_rope_224"}, "is no plain ViT of timm"),
         ("timm_token", {"architecture": "resnet50"}, "is no plain ViT of timm"),
@@ -223,7 +223,7 @@ def test_tensors_that_do_not_fit_are_refused(
         ("timm_token", {"model_args": {}}, "do not say how many attention heads"),
         ("timm_token", {"num_classes": 9}, "config says num_classes=9, and the tensors have 5"),
         ("timm_token", {"model_args": {"img_size": [64, 32]}}, "images of 64 x 32 pixels"),
-        ("timm_token", {"pretrained_cfg": {"mean": "grey"}}, "must be three numbers each"),
+        ("timm_token", {"pretrained_cfg": {"mean": "grey", "std": "grey"}}, "must be three numbers each"),
         ("hf_vit", {"intermediate_size": 128}, "config says mlp_dim=128, and the tensors have 64"),
         ("hf_vit", {"image_size": [32, 64]}, "reads square images"),
         (
