@@ -35,6 +35,9 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
     if any("Router/mu" in n for n in theirs):
         raise UsageError("a Soft MoE of JAX: none was released, and its slots are not read here")
     old = "encoderblock_0/MultiHeadDotProductAttention_1/" in query
+    evaluation = {"eval_resize": "square", "eval_crop": 1.0}
+    if gate:
+        evaluation = {"eval_resize": "shorter", "eval_crop": 0.875}
     facts = Facts(
         heads=heads,
         gelu="tanh",
@@ -44,9 +47,8 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         resize=lambda image, new: resize_position(
             image.flatten(2)[0].T, image.shape[-1], new, class_token=False
         ).T.view(1, -1, new, new),
-        evaluation={"eval_resize": "shorter", "eval_crop": 0.875}
-        if gate
-        else {"eval_resize": "square", "eval_crop": 1.0},
+        evaluation=evaluation,
+        assumed=("mean and std of 0.5, and the resize below, are those of its library's configs",),
     )
     return (
         {_dotted(name): _as_torch(name, lazy) for name, lazy in theirs.items()},

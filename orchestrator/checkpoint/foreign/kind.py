@@ -115,13 +115,11 @@ class Facts:
         Raises:
             UsageError: if they contradict the source, or are no numbers.
         """
-        mean, std = said.get("data.mean"), said.get("data.std")
-        if mean is None and std is None:
+        if not said:
             return self
+        mean, std = said.get("data.mean"), said.get("data.std")
         if std is None and isinstance(mean, str) and mean in NORMALISATIONS:
             std = mean  # a name is that of both
-        if mean is None or std is None:
-            raise UsageError("`data.mean` and `data.std` are said together, if not by a name")
         given = replace(self, mean=_numbers("mean", mean), std=_numbers("std", std))
         if self.mean_stated and self.normalisation not in (None, given.normalisation):
             raise UsageError(
@@ -142,8 +140,8 @@ def _numbers(which: Literal["mean", "std"], said: Any) -> tuple[float, ...]:
         return tuple(float(number) for number in (said.split(",") if isinstance(said, str) else said))
     except (TypeError, ValueError):
         raise UsageError(
-            f"`data.{which}` {said!r}: say {' or '.join(NORMALISATIONS)}, or three numbers, as"
-            f" {','.join(map(str, IMAGENET[which == 'std']))}"
+            f"`data.{which}` {'is missing' if said is None else said}: say {' or '.join(NORMALISATIONS)}, or three numbers, as"
+            f" {','.join(map(str, IMAGENET[which == 'std']))}; numbers of one want those of the other"
         ) from None
 
 

@@ -64,13 +64,14 @@ def read_preprocessor(found: Mapping[str, Any]) -> Preprocessing:
     if resample not in RESAMPLES:
         assumed.append(f"resample {resample} is not known here: bilinear is taken")
     whole, shorter = _resized(found, kind)
-    side = _cropped(found) or whole
+    cropped = _cropped(found)
+    side = cropped or whole
     if convnext and whole and shorter:
         shorter = whole < 384
-        whole = round(whole / (found.get("crop_pct") or 224 / 256)) if shorter else whole
+        whole = int(whole / (found.get("crop_pct") or 224 / 256)) if shorter else whole
     if whole is None:
         assumed.append("size is not said: images are resized to squares")
-    elif shorter and side == whole:
+    elif shorter and not cropped and not convnext:
         assumed.append("do_center_crop is false: of oblong images the central square is taken here")
     if whole and side and side > whole:
         raise _refused(found, "crop_size", f"images of {whole} pixels would get black edges")

@@ -3,7 +3,6 @@
 Shapes are known before anything is read: a plan over `Lazy` tensors is refused, or read, as a whole.
 """
 
-import argparse
 import hashlib
 import json
 import zipfile
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from orchestrator.checkpoint.foreign.msgpack_index import read_index
 from orchestrator.errors import UsageError, reason_of
 
 SAFETENSORS_FLOATS = ("F32", "F16", "BF16", "F64")
+FLAGS = (SimpleNamespace, "argparse.Namespace")  # how timm and MAE save theirs: values, and no code
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -237,9 +238,8 @@ def _from_numpy(array: np.ndarray) -> Tensor:
 
 def _torch(path: Path, notes: list[str]) -> dict[str, Lazy]:
     try:
-        # timm and MAE save their flags as such an object, which holds values and no code.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file, torch.serialization.safe_globals([FLAGS]):
+            content = torch.load(file, map_location="cpu", weights_only=True)  # of a path, the suffix decides
     except Exception as error:
         text = str(error)
         if "weights_only" in text or "Weights only" in text or "Unsupported" in text:

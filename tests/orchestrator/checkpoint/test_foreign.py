@@ -6,7 +6,7 @@ Each golden was written by the foreign library itself, which also computed the o
 import json
 import pickle
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,9 +20,9 @@ from torch import Tensor
 from moe.load import load
 from orchestrator.checkpoint.foreign import plan_import, write_import
 from orchestrator.errors import UsageError
+from tests.orchestrator.checkpoint.foreign_files import GOLDENS, configured, expected_of, imported, rewritten
 from tests.parts import library
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
 FOLDERS = sorted(path.name for path in GOLDENS.iterdir() if (path / "config.json").is_file())
 FILES = sorted(path.name for path in GOLDENS.glob("*.*") if "expected" not in path.name)
 CASES = [*FOLDERS, *FILES, "vmoe/vmoe"]
@@ -31,16 +31,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "torchvision_vit.pth": {"model.heads": 2, "data.mean": "imagenet"},
     "vmoe/vmoe": {"model.moe.images_per_group": 2},
 }
-
-
-def expected_of(case: str) -> Any:
-    beside = GOLDENS / f"{case.partition('.')[0]}.expected.npz"
-    return np.load(beside if beside.is_file() else (GOLDENS / case.partition("/")[0] / "expected.npz"))
-
-
-def imported(source: Path | str, out: Path, **changes: Any) -> dict[str, Tensor]:
-    write_import(plan_import(str(source), name="x", changes=changes), str(out))
-    return load_file(out / "model.safetensors")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -63,15 +53,6 @@ def test_every_tensor_is_accounted_for() -> None:
     for line in ("mean and std folded in", "scaled by LayerScale", "left out: embeddings.mask_token"):
         assert line in said
     assert "head: new, of one class" in said
-
-
-def rewritten(case: str, folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
-    """A copy of a golden folder with changed tensors."""
-    copy = Path(shutil.copytree(GOLDENS / case, folder / case))
-    tensors = load_file(copy / "model.safetensors")
-    change(tensors)
-    save_file(tensors, copy / "model.safetensors")
-    return copy
 
 
 @pytest.mark.parametrize("case", ["hf_vit", "hf_dinov2", "timm_token"])
@@ -137,14 +118,6 @@ def test_another_size_resizes_positions_as_the_source_does(tmp_path: Path) -> No
     wanted = torch.nn.functional.interpolate(grid, size=(6, 6), mode="bicubic", antialias=True)
     assert torch.equal(found[0], positions[0, 0])
     assert torch.allclose(found[1:], wanted.flatten(2)[0].T)
-
-
-def configured(case: str, folder: Path, changes: dict[str, Any], *, without: Sequence[str] = ()) -> Path:
-    """A copy of a golden folder with another config.json."""
-    copy = Path(shutil.copytree(GOLDENS / case, folder / case, dirs_exist_ok=True))
-    config = json.loads((copy / "config.json").read_text()) | changes
-    (copy / "config.json").write_text(json.dumps({n: v for n, v in config.items() if n not in without}))
-    return copy
 
 
 def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
