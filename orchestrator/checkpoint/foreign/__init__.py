@@ -277,10 +277,8 @@ def is_foreign(location: str) -> bool:
     if not path.is_file():
         return Path(f"{location.removesuffix('.index')}.index").is_file()
     form = format_of(path)
-    if (
-        form != "safetensors"
-    ):  # what is neither is refused with a reason, except in the place of a file of ours
-        return form != "unknown" or not path.name.endswith(SUFFIX)
+    if form != "safetensors":  # what is unknown may be a run's name; else it is refused with a reason
+        return form != "unknown" or path.suffix not in ("", SUFFIX)
     try:
         return "config" not in read_metadata(str(path))
     except UsageError:

@@ -139,9 +139,11 @@ def _numbers(which: Literal["mean", "std"], said: Any) -> tuple[float, ...]:
     try:
         return tuple(float(number) for number in (said.split(",") if isinstance(said, str) else said))
     except (TypeError, ValueError):
+        found = "is missing" if said is None else said
+        example = ",".join(map(str, IMAGENET[which == "std"]))
         raise UsageError(
-            f"`data.{which}` {'is missing' if said is None else said}: say {' or '.join(NORMALISATIONS)}, or three numbers, as"
-            f" {','.join(map(str, IMAGENET[which == 'std']))}; numbers of one want those of the other"
+            f"`data.{which}` {found}: say {' or '.join(NORMALISATIONS)}, or three numbers, as {example};"
+            " numbers of one want those of the other"
         ) from None
 
 

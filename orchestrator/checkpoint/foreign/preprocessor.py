@@ -17,7 +17,14 @@ ALIKE = ("ViT", "Siglip", "Bit", "DeiT", "CLIP", "Beit", "ConvNext")
 BY_SHORTER = ("Bit", "CLIP", "ConvNext")  # which take a size of one number so
 READ = {
     *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor"),
-    *("do_normalize", "image_mean", "image_std", "image_processor_type", "feature_extractor_type"),
+    *(
+        "default_to_square",
+        "do_normalize",
+        "image_mean",
+        "image_std",
+        "image_processor_type",
+        "feature_extractor_type",
+    ),
 }
 HARMLESS = {
     *("processor_class", "do_convert_rgb", "do_reduce_labels", "reduce_labels", "return_tensors"),
@@ -87,7 +94,7 @@ def _resized(found: Mapping[str, Any], kind: str) -> tuple[int | None, bool]:
     """Returns the pixels to which images are resized, and whether their shorter side is."""
     size = found.get("size")
     if isinstance(size, int):
-        return size, kind.startswith(BY_SHORTER)
+        return size, not found.get("default_to_square", not kind.startswith(BY_SHORTER))
     if isinstance(size, Mapping) and {*size} == {"shortest_edge"}:
         return int(size["shortest_edge"]), True
     return _side(found, "size"), False

@@ -47,7 +47,8 @@ NAMES = TensorNames(
     pool_norm="attn_pool.norm.",
     pool_up="attn_pool.mlp.fc1.",
     pool_down="attn_pool.mlp.fc2.",
-    harmless=r"mask_token$|blocks\.\d+\.attn\.[qk]_norm\.bias$",
+    # What MAE, DINO and MoCo train with: a decoder, and heads of more than one layer.
+    harmless=r"mask_token$|blocks\.\d+\.attn\.[qk]_norm\.bias$|decoder_|head\.(\d+|mlp|last_layer)\.",
 )
 # Arguments of VisionTransformer that are read here, seen in the tensors, or for training and other sizes.
 ARGUMENTS = {

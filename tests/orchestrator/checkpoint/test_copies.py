@@ -62,6 +62,12 @@ SAVED: dict[str, tuple[Callable[[State], Any], tuple[str, ...]]] = {
         },
         ("the model at 'model'", "beside it: optimizer", "no tensors, and left out: args"),
     ),
+    "MAE's decoder": (
+        lambda s: {
+            "model": {**s, "decoder_blocks.0.norm1.weight": torch.ones(2), "mask_token": torch.ones(1)}
+        },
+        ("left out: decoder_blocks.0.norm1.weight, mask_token",),
+    ),
     "model_state_dict": (lambda s: {"model_state_dict": s}, ("the model at 'model_state_dict' is taken",)),
     "timm": (
         lambda s: {"state_dict": other(s), "state_dict_ema": below("module.", s)},
@@ -214,6 +220,12 @@ def test_the_content_decides_what_a_file_is(tmp_path: Path) -> None:
             assert is_foreign(str(tmp_path / name)), (content, name)
             assert plan_import(str(tmp_path / name), name="x", changes=SAID).plan.tensors
     (tmp_path / "x.safetensors").write_bytes(b"cut")  # in the place of a file of ours
-    assert not is_foreign(str(tmp_path / "x.safetensors"))
+    (tmp_path / "run").write_text("notes")  # a run may have that name
+    (tmp_path / "x.pth").write_text("<html>404")  # is refused with a reason
+    assert [is_foreign(str(tmp_path / name)) for name in ("x.safetensors", "run", "x.pth")] == [
+        False,
+        False,
+        True,
+    ]
     assert is_foreign(str(GOLDENS / "hf_vit"))
     assert not is_foreign(str(tmp_path))

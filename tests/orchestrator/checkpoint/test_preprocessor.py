@@ -101,6 +101,11 @@ def test_what_is_taken_for_granted_is_noted() -> None:
 
 def test_a_size_of_one_number_is_what_the_processor_takes_it_for() -> None:
     """Of old files."""
-    for kind, resize in (("ViT", "square"), ("CLIP", "shorter")):
-        settings = {**SAID, "size": 32, "image_processor_type": f"{kind}ImageProcessor"}
-        assert read_preprocessor(settings).evaluation["eval_resize"] == resize
+    for settings, resize in (
+        ({}, "square"),
+        ({"default_to_square": False}, "shorter"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "shorter"),
+        ({"image_processor_type": "CLIPImageProcessor", "default_to_square": True}, "square"),
+    ):
+        found = read_preprocessor({**SAID, "size": 32, **settings})
+        assert found.evaluation["eval_resize"] == resize, settings
