@@ -39,10 +39,14 @@ def test_import_says_what_it_did_and_leaves_nothing_of_a_refusal(call: Call, tmp
     stopped, _ = call(import_weights.main, str(broken), "--out", str(tmp_path / "nan"))
     assert "has values that are not finite" in stopped
     assert not (tmp_path / "nan").exists()
-    sized = ["--set", "model.heads=2", "model.image_size=48"]
+    stopped, said = call(import_weights.main, unsure, "--out", str(tmp_path / "tv"), "--set", "model.heads=2")
+    assert "does not say by which mean and std" in stopped
+    assert not (tmp_path / "tv").exists()
+    sized = ["--mean", "imagenet", "--set", "model.heads=2", "model.image_size=48"]
     stopped, said = call(import_weights.main, unsure, "--out", str(tmp_path / "tv.safetensors"), *sized)
     assert stopped == ""
     assert "positions resized from 4 x 4 to 6 x 6" in said
+    assert "mean (0.485, 0.456, 0.406) and std (0.229, 0.224, 0.225) are in the weights" in said
     assert load(tmp_path / "tv.safetensors").config.image_size == 48
 
 

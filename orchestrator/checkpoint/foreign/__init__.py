@@ -8,6 +8,7 @@ they do not say (`kind.Facts`). The rest is the same for all: `plan_import` deci
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,16 +19,19 @@ import torch
 from torch import Tensor
 
 from moe.adapt import shapes_of
+from moe.config import Config
 from moe.load import CONFIG, WEIGHTS
+from moe.model import ModelConfig
 from moe.models.vit import ViTConfig
 from moe.signature import SIGNATURE, read_signature
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.foreign import flax, huggingface, timm, torchvision
+from orchestrator.checkpoint.foreign.copies import pick
 from orchestrator.checkpoint.foreign.kind import Facts, Resize
 from orchestrator.checkpoint.foreign.mapping import ImportPlan, plan_vit
 from orchestrator.checkpoint.foreign.outward import ForeignFolder
-from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy, open_foreign
+from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy, format_of, open_foreign, shortened
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import read_metadata, signature_of, write_export
 from orchestrator.codec import override, to_dict
@@ -40,6 +44,7 @@ from orchestrator.tasks import ClassificationConfig
 log = logging.getLogger(__name__)
 
 KINDS = (timm.KIND, huggingface.KIND, torchvision.KIND, flax.KIND)
+SAID = ("data.mean", "data.std")
 ROUTING = ("k", "capacity_factor", "capacity_rounding", "priority", "topk")
 # Names that betray a part that our model has not.
 LACKING = {
@@ -94,9 +99,7 @@ class Import:
                 f"  positions resized from {old} x {old} to {new} x {new} as the source's library does"
             )
         if plan.left_out:
-            lines.append(
-                f"  left out: {', '.join(plan.left_out[:5])}{' ..' if len(plan.left_out) > 5 else ''}"
-            )
+            lines.append(f"  left out: {shortened(plan.left_out)}")
         lines += [f"  {note}" for note in (*self.opened.notes, *self.facts.assumed)]
         if moe:
             router = ", ".join(
@@ -104,27 +107,39 @@ class Import:
             )
             lines.append(f"  routing, which the weights do not hold: {moe.images_per_group} images, {router}")
         settings = f"{data.eval_resize} side, crop {data.eval_crop:.4g}, {data.eval_interpolation}"
-        lines.append(f"  evaluation: {settings}; mean and std are in the weights")
+        folded = f"mean {self.facts.mean} and std {self.facts.std} are in the weights"
+        unknown = "mean and std are not said, and have to be"
+        lines.append(f"  evaluation: {settings}; {folded if self.facts.normalisation else unknown}")
         if self.facts.licence:
             lines.append(f"  licence: {self.facts.licence}")
         return "\n".join(lines)
 
 
-def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = None) -> Import:
+def plan_import(
+    source: str, *, name: str, changes: Mapping[str, Any] | None = None, copy: str | None = None
+) -> Import:
     """Recognises the weights at `source` and plans the model, without reading them.
 
     Args:
         name: of the model.
-        changes: dotted fields, such as ``model.image_size``, or those of a router, which weights do not hold.
+        changes: dotted fields, such as ``model.image_size``, or those of a router, which weights do not hold;
+            and `SAID`, the source's normalisation of pixels in 0..1: ``imagenet``, ``half``, or numbers.
+        copy: see `copies.pick`.
 
     Raises:
         UsageError: for weights of no known kind, of a model that ours cannot be, or that are not whole.
     """
     opened, changes = open_foreign(source), dict(changes or {})
+    said = {field: changes.pop(field) for field in SAID if field in changes}
     if other := [field for field in changes if not field.startswith(("model.", "data.eval_"))]:
-        raise UsageError(f"{other[0]} is no field of an imported model: model.* and data.eval_* are")
-    opened = replace(opened, tensors=_unwrapped(opened.tensors))
-    kind = next((kind for kind in KINDS if kind.recognises(opened.tensors)), None)
+        raise UsageError(
+            f"{other[0]} is no field of an imported model: model.*, data.eval_* and {', '.join(SAID)} are"
+        )
+    try:
+        kind, tensors, notes = pick(opened.tensors, KINDS, copy)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+    opened = replace(opened, tensors=tensors, notes=[*opened.notes, *notes])
     if lacking := _lacking(opened.tensors):
         raise UsageError(f"{source} has {lacking}, which the model here has not")
     if not kind:
@@ -134,17 +149,16 @@ def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = N
     heads = str(changes.get("model.heads", ""))
     try:
         tensors, names, facts = kind.read(opened)
-        facts = _as_exported(facts, opened)
+        facts = _as_exported(facts, opened).normalised_by(said)
         plan = plan_vit(tensors, names, facts, heads=int(heads) if heads.isdecimal() else None)
         data = DataConfig(**facts.evaluation)
+        run = override(_Changeable(model=plan.config, data=data), changes).run(name, facts)
     except UsageError as error:
         raise UsageError(f"{source}, read as weights of {kind.name}: {error}") from None
     except Exception as error:  # a config beside the weights may hold anything
         reason = f"settings that cannot be used: {reason_of(error)}"
         raise UsageError(f"{source}, read as weights of {kind.name}, has {reason}") from None
     facts = _with_classes(facts, plan.config.num_classes)
-    task = ClassificationConfig(loss=facts.output)
-    run = override(RunConfig(name=run_name(name), model=plan.config, task=task, data=data), changes)
     if run.model.kind != plan.config.kind:
         raise UsageError(f"weights of {kind.name} are those of a model of kind {plan.config.kind!r}")
     model = cast(ViTConfig, run.model)
@@ -190,6 +204,21 @@ def _as_exported(facts: Facts, opened: ForeignWeights) -> Facts:
     return replace(facts, preparation=preparation, output=output, evaluation=evaluation)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Changeable(Config):
+    """The parts of a run that changes to an imported model are about."""
+
+    model: ModelConfig
+    data: DataConfig
+
+    def run(self, name: str, facts: Facts) -> RunConfig:
+        """Returns a run of the model, whose batch has whole groups of images."""
+        group = self.model.moe.images_per_group if self.model.moe else 1
+        data = replace(self.data, batch_size=group * math.ceil(self.data.batch_size / group))
+        task = ClassificationConfig(loss=facts.output)
+        return RunConfig(name=run_name(name), model=self.model, data=data, task=task)
+
+
 def _with_classes(facts: Facts, outputs: int) -> Facts:
     """Returns the facts with the names of classes by output, or without names, and why, if they are not
     exactly those of the outputs. Names are a list, or by number.
@@ -212,8 +241,10 @@ def write_import(planned: Import, out: str, *, fresh: bool = False) -> None:
     """Reads the weights and writes a folder as `checkpoint.weights.export` does, with their source.
 
     Raises:
-        UsageError: if there is an export in `out` and `fresh` is not set; or a tensor is not finite.
+        UsageError: if there is an export in `out` and `fresh` is not set; the mean and std of pixels are not
+            known; or a tensor is not finite.
     """
+    _check_said(planned)
     tensors: dict[str, Tensor] = {}
     for name, lazy in planned.plan.tensors.items():
         tensors[name] = lazy.read().contiguous()
@@ -243,6 +274,15 @@ def write_import(planned: Import, out: str, *, fresh: bool = False) -> None:
     )
 
 
+def _check_said(planned: Import) -> None:
+    if planned.facts.normalisation is None:
+        raise UsageError(
+            f"{planned.opened.location} does not say by which mean and std pixels were normalised: set"
+            " `data.mean` to imagenet (which DeiT, MAE, DINO, DINOv2 and torchvision have), to half (most ViT"
+            " and SigLIP), or to three numbers beside those of `data.std`"
+        )
+
+
 def foreign_folder(library: Literal["timm", "huggingface"], model: ModelRef) -> ForeignFolder:
     """Returns how another library describes a model.
 
@@ -265,12 +305,13 @@ def is_foreign(location: str) -> bool:
         path = path / WEIGHTS
     if not path.is_file():
         return Path(f"{location.removesuffix('.index')}.index").is_file()
-    if path.name.endswith(SUFFIX):
-        try:
-            return "config" not in read_metadata(str(path))
-        except UsageError:
-            return False
-    return path.suffix in (".npz", ".pth", ".pt", ".bin")
+    form = format_of(path)
+    if form != "safetensors":  # what is unknown may be a run's name; else it is refused with a reason
+        return form != "unknown" or path.suffix not in ("", SUFFIX)
+    try:
+        return "config" not in read_metadata(str(path))
+    except UsageError:
+        return False
 
 
 def is_import(location: str) -> bool:
@@ -287,6 +328,7 @@ def import_once(source: str, root: str) -> str:
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(source).name.removesuffix(".index")).strip("-.") or "weights"
     try:
         planned = plan_import(source, name=name)
+        _check_said(planned)
     except UsageError as error:
         raise UsageError(f"{error} (jobs/import_weights.py takes what the weights do not say)") from None
     opened = planned.opened
@@ -304,13 +346,6 @@ def _lacking(names: Iterable[str]) -> str:
         f"{part} ({name})" for name in names for like, part in LACKING.items() if re.fullmatch(like, name)
     )
     return next(found, "")
-
-
-def _unwrapped(tensors: Mapping[str, Lazy]) -> Mapping[str, Lazy]:
-    """Without the ``module.`` of data-parallel training."""
-    if not tensors or not all(name.startswith("module.") for name in tensors):
-        return tensors
-    return {name.removeprefix("module."): lazy for name, lazy in tensors.items()}
 
 
 def _resized(plan: ImportPlan, resize: Resize, new: int) -> Lazy:

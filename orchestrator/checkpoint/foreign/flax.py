@@ -10,28 +10,18 @@ import torch
 from torch import Tensor
 
 from moe.adapt import resize_position
-from orchestrator.checkpoint.foreign.kind import Facts, TensorNames, WeightsKind
+from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 from orchestrator.errors import UsageError
-
-
-def _recognises(names: Mapping[str, Lazy]) -> bool:
-    return any(name.endswith("embedding/kernel") for name in names)
 
 
 def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     names = [*opened.tensors]
     if any("conv_root/" in name for name in names):
         raise UsageError("a hybrid with a ResNet before the transformer (conv_root): the model here has none")
-    prefix = next(name for name in names if name.endswith("embedding/kernel")).removesuffix(
-        "embedding/kernel"
-    )
     theirs: dict[str, Lazy] = {}
     for name, lazy in opened.tensors.items():
-        if name.startswith(prefix):
-            theirs |= _unstacked(name.removeprefix(prefix), lazy)
-        elif re.match(r"(opt|opt_state|optimizer|step|rngs|state)\b", name) is None:
-            raise UsageError(f"the model here has no place for {name}")
+        theirs |= _unstacked(name, lazy)
     body = "Transformer/" if any(name.startswith("Transformer/") for name in theirs) else "Encoder/"
     query = next((n for n in theirs if re.search(r"encoderblock_0/.*/query/kernel$", n)), None)
     if query is None:
@@ -45,15 +35,20 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
     if any("Router/mu" in n for n in theirs):
         raise UsageError("a Soft MoE of JAX: none was released, and its slots are not read here")
     old = "encoderblock_0/MultiHeadDotProductAttention_1/" in query
+    evaluation = {"eval_resize": "square", "eval_crop": 1.0}
+    if gate:
+        evaluation = {"eval_resize": "shorter", "eval_crop": 0.875}
     facts = Facts(
         heads=heads,
         gelu="tanh",
+        mean=HALF[0],
+        std=HALF[1],
+        mean_stated=False,
         resize=lambda image, new: resize_position(
             image.flatten(2)[0].T, image.shape[-1], new, class_token=False
         ).T.view(1, -1, new, new),
-        evaluation={"eval_resize": "shorter", "eval_crop": 0.875}
-        if gate
-        else {"eval_resize": "square", "eval_crop": 1.0},
+        evaluation=evaluation,
+        assumed=("mean and std of 0.5, and the resize below, are those of its library's configs",),
     )
     return (
         {_dotted(name): _as_torch(name, lazy) for name, lazy in theirs.items()},
@@ -134,4 +129,4 @@ def _as_torch(name: str, lazy: Lazy) -> Lazy:
     return lazy if of is None else lazy.map("", of)
 
 
-KIND = WeightsKind(name="JAX", recognises=_recognises, read=_read)
+KIND = WeightsKind(name="JAX", patches="embedding/kernel", read=_read)

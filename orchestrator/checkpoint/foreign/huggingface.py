@@ -12,11 +12,13 @@ import torch.nn.functional as F
 
 from moe.models.vit import ViTConfig
 from moe.signature import Signature
-from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
+from orchestrator.checkpoint.foreign.kind import Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
+from orchestrator.checkpoint.foreign.preprocessor import Preprocessing, read_preprocessor
 from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 from orchestrator.errors import UsageError
 
+PATCHES = r"(?:(?:vit|dinov2|vision_model)\.)?embeddings\.patch_embedding(?:s\.projection)?\.weight"
 OPENS = "transformers.AutoModelForImageClassification.from_pretrained('{out}')"
 PREFIXES = ("vit.", "dinov2.", "vision_model.", "")
 VIT = TensorNames(
@@ -82,6 +84,59 @@ GELUS: dict[str, Literal["exact", "tanh"]] = {
     "gelu_pytorch_tanh": "tanh",
     "gelu_new": "tanh",
 }
+# Fields of a config that are read here, seen in the tensors, or without effect on what is computed.
+COMMON = {
+    *("architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash"),
+    *("dtype", "torch_dtype", "use_bfloat16", "torchscript", "tf_legacy_loss", "_attn_implementation"),
+    *("attn_implementation", "_attn_implementation_autoset", "gradient_checkpointing", "use_cache"),
+    *(
+        "output_hidden_states",
+        "output_attentions",
+        "return_dict",
+        "use_return_dict",
+        "chunk_size_feed_forward",
+    ),
+    *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "tie_word_embeddings"),
+    *("initializer_range", "initializer_factor", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "image_size", "patch_size", "num_channels", "hidden_act", "layer_norm_eps"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "drop_path_rate"),
+    # transformers 4 writes what is for the generation of text into any config
+    *(
+        "max_length",
+        "min_length",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+    ),
+    *("top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "num_return_sequences", "do_sample", "early_stopping", "output_scores"),
+    *("return_dict_in_generate", "remove_invalid_values"),
+}
+VIT_FIELDS = {"qkv_bias", "encoder_stride", "pooler_act", "pooler_output_size"}
+KNOWN = {
+    "vit": VIT_FIELDS,
+    "vit_mae": VIT_FIELDS
+    | {
+        *("decoder_num_attention_heads", "decoder_hidden_size", "decoder_num_hidden_layers"),
+        *("decoder_intermediate_size", "mask_ratio", "norm_pix_loss"),
+    },
+    "dinov2": {
+        *("qkv_bias", "mlp_ratio", "layerscale_value", "use_mask_token", "out_features", "out_indices"),
+        *("stage_names", "apply_layernorm", "reshape_hidden_states"),
+    },
+    "siglip": {"vision_config", "text_config", "vision_use_head"},
+    "siglip_vision_model": {"vision_use_head"},
+}
+# Fields of which the model here has one value.
+ONLY = {
+    "num_channels": 3,
+    "use_swiglu_ffn": False,
+    **dict.fromkeys(
+        ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder"), False
+    ),
+}
 # What files of transformers 5 call differently in memory.
 RENAMED = (
     (r"^layers\.", "encoder.layer."),
@@ -90,10 +145,6 @@ RENAMED = (
     (r"\.attention\.v_proj\.", ".attention.attention.value."),
     (r"\.attention\.o_proj\.", ".attention.output.dense."),
 )
-
-
-def _recognises(names: Mapping[str, Lazy]) -> bool:
-    return any(re.search(r"(^|\.)embeddings\.patch_embedding", name) for name in names)
 
 
 def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
@@ -106,8 +157,7 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
     if kind not in NAMES_OF:
         raise UsageError(f"model_type {kind!r} of Hugging Face is none of {', '.join(NAMES_OF)}")
     settings: Mapping[str, Any] = config.get("vision_config") or config if kind == "siglip" else config
-    if settings.get("use_swiglu_ffn"):
-        raise UsageError("its MLPs are SwiGLU, and the model here has GELU")
+    _check_fields(kind, {**config, **settings})
     # A nested config leaves out what is the default of its class.
     act = settings.get("hidden_act", "gelu_pytorch_tanh" if "siglip" in kind else "gelu")
     if act not in GELUS:
@@ -123,10 +173,14 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
     pools = any(name.startswith("pooler.dense.") for name in theirs)
     if pools and (pooler := settings.get("pooler_act", "tanh")) != "tanh":
         raise UsageError(f"pooler_act {pooler!r}: the model here has tanh between class token and features")
+    if names is SIGLIP and not classifies:
+        head = settings.get("vision_use_head", True)
+        if bool(head) != (f"{names.probe}" in theirs):
+            raise UsageError(f"vision_use_head={head!r}, and the tensors are those of the contrary")
     problem = config.get("problem_type")
     if problem not in (None, *PROBLEMS):
         raise UsageError(f"problem_type {problem!r}: the model here classifies ({', '.join(PROBLEMS)})")
-    mean, std, evaluation, assumed = _preprocessing(opened, kind)
+    processed = _preprocessing(opened, kind)
     sizes = {
         ours: settings[key]
         for ours, key in (
@@ -138,22 +192,44 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         )
         if isinstance(settings.get(key), int)
     }
-    if not isinstance(settings.get("image_size", 224), int) or settings.get("num_channels", 3) != 3:
-        raise UsageError("the model here reads square images of 3 colours")
+    if not isinstance(settings.get("image_size", 224), int):
+        raise UsageError(f"image_size={settings['image_size']!r}: the model here reads square images")
+    if "mlp_ratio" in settings and "width" in sizes:
+        sizes["mlp_dim"] = int(sizes["width"] * settings["mlp_ratio"])
+    assumed, side = processed.assumed, processed.side
+    if side not in (None, size := sizes.get("image_size", side)):
+        assumed += (
+            f"its image processor makes {side} x {side} pixels, and the model is for {size} x {size}:"
+            f" set `model.image_size` {side} to read images as large",
+        )
     facts = Facts(
         heads=settings.get("num_attention_heads", 12),
         gelu=GELUS[act],
         norm_eps=float(settings.get("layer_norm_eps", 1e-12 if names is VIT else 1e-6)),
-        mean=mean,
-        std=std,
+        mean=processed.mean,
+        std=processed.std,
         resize=lambda image, new: F.interpolate(image, size=(new, new), mode="bicubic", align_corners=False),
-        evaluation=evaluation,
+        evaluation=processed.evaluation,
         classes=config.get("id2label") if classifies else None,
         output=PROBLEMS.get(problem, "softmax"),
         sizes=sizes,
         assumed=assumed,
     )
     return theirs, names, facts
+
+
+def _check_fields(kind: str, config: Mapping[str, Any]) -> None:
+    """Raises UsageError for a field that may change what the model computes in a way that is not known here.
+    A field without a value changes nothing.
+    """
+    for name, value in config.items():
+        if name in ONLY and value != ONLY[name]:
+            raise UsageError(f"{name}={value!r} of its config: the model here has {ONLY[name]!r}")
+        if name not in (COMMON | KNOWN[kind]) and name not in ONLY and value not in (None, {}, []):
+            raise UsageError(
+                f"{name}={value!r} of its config is not known here, and may change what the model computes:"
+                " if it does not, take it out of config.json"
+            )
 
 
 def _named(tensors: Mapping[str, Lazy], kind: str) -> dict[str, Lazy]:
@@ -171,40 +247,16 @@ def _named(tensors: Mapping[str, Lazy], kind: str) -> dict[str, Lazy]:
     return found
 
 
-def _preprocessing(
-    opened: ForeignWeights, kind: str
-) -> tuple[tuple[float, ...], tuple[float, ...], dict[str, Any], tuple[str, ...]]:
-    """Mean, std, fields of `DataConfig`, and what is assumed."""
-    found = opened.preprocessor
-    if found is None:
-        if kind == "dinov2":
-            raise UsageError(
-                "there is no preprocessor_config.json, and DINOv2's mean and crop differ by model"
-            )
-        cubic = "bicubic" if "siglip" in kind else "bilinear"
-        evaluation = {"eval_resize": "square", "eval_crop": 1.0, "eval_interpolation": cubic}
-        return *HALF, evaluation, (f"no preprocessor_config.json: mean and std of 0.5, square, {cubic}",)
-    if not found.get("do_rescale", True) or abs(found.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
-        raise UsageError("it does not rescale pixels by 1/255, and images here are in -1..1")
-    mean, std = tuple(found.get("image_mean", HALF[0])), tuple(found.get("image_std", HALF[1]))
-    if not found.get("do_normalize", True):
-        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    size, crop = found.get("size"), found.get("crop_size")
-    size = {"height": size, "width": size} if isinstance(size, int) else dict(size or {})
-    if size.get("height") != size.get("width"):
-        raise UsageError(f"it resizes to {size}, and the model here reads squares")
-    cropped = crop.get("height") if isinstance(crop, Mapping) else crop
-    cropped = cropped if found.get("do_center_crop") else None
-    whole, resample = size.get("shortest_edge", size.get("height")), found.get("resample", 2)
-    evaluation = {
-        "eval_resize": "shorter" if "shortest_edge" in size else "square",
-        "eval_crop": cropped / whole if cropped and whole and cropped <= whole else 1.0,
-        "eval_interpolation": "bicubic" if resample == 3 else "bilinear",
-    }
-    assumed = [] if resample in (2, 3) else [f"resample {resample} is not known here: bilinear is taken"]
-    if not found.get("do_resize", True):
-        assumed.append("it does not resize: images are resized here")
-    return mean, std, evaluation, tuple(assumed)
+def _preprocessing(opened: ForeignWeights, kind: str) -> Preprocessing:
+    if opened.preprocessor is not None:
+        return read_preprocessor(opened.preprocessor)
+    # What the class for this kind of model has; mean and std differ from model to model.
+    evaluation = {"eval_resize": "square", "eval_crop": 1.0}
+    evaluation["eval_interpolation"] = "bicubic" if "siglip" in kind else "bilinear"
+    if kind == "dinov2":
+        evaluation = {"eval_resize": "shorter", "eval_crop": 224 / 256, "eval_interpolation": "bicubic"}
+    said = f"{evaluation['eval_resize']}, crop {evaluation['eval_crop']}, {evaluation['eval_interpolation']}"
+    return Preprocessing(evaluation=evaluation, assumed=(f"no preprocessor_config.json: {said}",))
 
 
 def as_transformers(config: ViTConfig, signature: Signature) -> ForeignFolder:
@@ -250,4 +302,4 @@ def as_transformers(config: ViTConfig, signature: Signature) -> ForeignFolder:
     return ForeignFolder(config=content, names=SIGLIP, prefix="vision_model.", opens=OPENS)
 
 
-KIND = WeightsKind(name="Hugging Face", recognises=_recognises, read=_read)
+KIND = WeightsKind(name="Hugging Face", patches=PATCHES, read=_read)

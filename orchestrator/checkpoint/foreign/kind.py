@@ -1,8 +1,8 @@
 """The names of a project's tensors, and the facts about a model that tensors do not hold."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from orchestrator.errors import UsageError
 Resize = Callable[[Tensor, int], Tensor]  # (1, D, old, old), new -> (1, D, new, new)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+NORMALISATIONS = {"imagenet": IMAGENET, "half": HALF}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ class Facts:
     Attributes:
         heads: of attention; None: unknown.
         heads_stated: whether the source states them; else they follow a rule of its library.
-        mean, std: of the source's normalisation of pixels in 0..1, by channel.
+        mean, std: of the source's normalisation of pixels in 0..1, by channel; None: unknown.
+        mean_stated: whether the source states them; else they are what its library always takes.
         evaluation: fields of `DataConfig`.
         resize: how the source's library resizes position embeddings.
         classes: their names, as a list or by number; of an `Import` by output; None: unknown.
@@ -83,8 +85,9 @@ class Facts:
     gelu: Literal["tanh", "exact"]
     resize: Resize
     norm_eps: float = 1e-6
-    mean: Sequence[float] = HALF[0]
-    std: Sequence[float] = HALF[1]
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+    mean_stated: bool = True
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     classes: Any = None
     output: Literal["softmax", "sigmoid"] = "softmax"
@@ -95,12 +98,56 @@ class Facts:
     licence: str = ""
 
     def __post_init__(self) -> None:
-        numbers = [*self.mean, *self.std]
-        whole = len(self.mean) == len(self.std) == 3 and all(map(math.isfinite, numbers))
-        if not whole or min(self.std) <= 0:
+        if (given := self.normalisation) is None:
+            return
+        mean, std = given
+        whole = len(mean) == len(std) == 3 and all(map(math.isfinite, [*mean, *std]))
+        if not whole or min(std) <= 0 or not all(0 <= channel <= 1 for channel in mean):
             raise UsageError(
-                f"mean {self.mean} and std {self.std} must be three numbers each, and std above 0"
+                f"mean {mean} and std {std} must be three numbers each, of pixels in 0..1, and std above 0"
             )
+
+    @property
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Mean and std; None if one of them is unknown."""
+        return None if self.mean is None or self.std is None else (self.mean, self.std)
+
+    def normalised_by(self, said: Mapping[str, Any]) -> "Facts":
+        """Returns the facts with the ``data.mean`` and ``data.std`` that a user says of weights that do not.
+
+        Raises:
+            UsageError: if they contradict the source, or are no numbers.
+        """
+        if not said:
+            return self
+        mean, std = said.get("data.mean"), said.get("data.std")
+        if std is None and isinstance(mean, str) and mean in NORMALISATIONS:
+            std = mean  # a name is that of both
+        given = replace(self, mean=_numbers("mean", mean), std=_numbers("std", std))
+        if self.mean_stated and self.normalisation not in (None, given.normalisation):
+            raise UsageError(
+                f"`data.mean` {mean} and `data.std` {std}: the weights have {self.mean} and {self.std}"
+            )
+        return given
+
+
+def by_channel(value: Any) -> tuple[float, ...] | None:
+    """Returns the numbers that a config has for all channels, or for each."""
+    return (value,) * 3 if isinstance(value, float) else None if value is None else tuple(value)
+
+
+def _numbers(which: Literal["mean", "std"], said: Any) -> tuple[float, ...]:
+    if isinstance(said, str) and said in NORMALISATIONS:
+        return NORMALISATIONS[said][which == "std"]
+    try:
+        return tuple(float(number) for number in (said.split(",") if isinstance(said, str) else said))
+    except (TypeError, ValueError):
+        found = "is missing" if said is None else said
+        example = ",".join(map(str, IMAGENET[which == "std"]))
+        raise UsageError(
+            f"`data.{which}` {found}: say {' or '.join(NORMALISATIONS)}, or three numbers, as {example};"
+            " numbers of one want those of the other"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +155,11 @@ class WeightsKind:
     """A project whose weights are read.
 
     Attributes:
-        recognises: whether tensors of these names are its.
+        patches: pattern of the name of its patch embedding's weights, by which it is recognised.
         read: returns its tensors, the names that they have by then, and the facts. It raises UsageError for a
             model that ours cannot be.
     """
 
     name: str
-    recognises: Callable[[Mapping[str, Lazy]], bool]
+    patches: str
     read: Callable[[ForeignWeights], tuple[Mapping[str, Lazy], TensorNames, Facts]]

@@ -117,6 +117,10 @@ class _Planner:
             )
         except ValueError as error:
             raise UsageError(f"the tensors fit no model of ours: {error}") from None
+        if wrong := next((lazy for lazy in self.ours.values() if lazy.wrong), None):
+            raise UsageError(
+                f"{wrong.sources[0]} is {wrong.wrong}, and weights are float32, float16, bfloat16 or float64"
+            )
         used = {source for lazy in self.ours.values() for source in lazy.sources}
         over = [name for name in self.theirs if not used.issuperset(self.theirs[name].sources)]
         harmless = [name for name in over if re.match(names.harmless, name)]
@@ -175,11 +179,14 @@ class _Planner:
                 )
 
     def embedding(self, weight: Lazy) -> None:
-        base, (mean, std) = self.names.embed, (self.facts.mean, self.facts.std)
+        base, (mean, std) = (
+            self.names.embed,
+            self.facts.normalisation or HALF,
+        )  # unknown: asked for when written
         bias = self.theirs.get(f"{base}bias")
         if bias is None:
             bias, self.made["embed.bias"] = zero_tensor(weight.shape[0]), "zeros, as it has none"
-        if (tuple(mean), tuple(std)) != HALF:
+        if (mean, std) != HALF:
             how = "mean and std folded in"
             offset = combine(how, lambda pair: folded_bias(pair[0], pair[1], mean, std), [weight, bias])
             weight, bias = weight.map(how, lambda w: folded_weight(w, std)), offset

@@ -19,8 +19,8 @@ CHUNKED = "__msgpack_array_chunk_a87ca2__"
 _ARRAY, _SLICES, _LEAF = 1, 6, 8  # extension types; slices are (start, stop, step) of each axis
 
 
-def read_index(prefix: Path) -> tuple[Path, dict[str, np.ndarray]]:
-    """Returns the index and all arrays, by path in the tree: ``Encoder/encoder_norm/scale``.
+def read_index(prefix: Path) -> dict[str, np.ndarray]:
+    """Returns all arrays, by path in the tree: ``Encoder/encoder_norm/scale``.
 
     A training state's parameters are taken, without its optimiser.
 
@@ -29,7 +29,7 @@ def read_index(prefix: Path) -> tuple[Path, dict[str, np.ndarray]]:
     """
     index = Path(f"{prefix}.index")
     try:
-        return index, _read(prefix, index)
+        return _read(prefix, index)
     except UsageError:
         raise
     except Exception as error:  # msgpack and numpy raise nearly anything for damaged files
@@ -44,18 +44,16 @@ def _read(prefix: Path, index: Path) -> dict[str, np.ndarray]:
     if "version" not in content and any(name.startswith(("opt_state/", "params/")) for name in leaves):
         raise UsageError(f"{index} is a training state of an old version, whose order of arrays is unknown")
     numbers = {name: str(number) for number, name in enumerate(leaves)}
-    wanted = {n.removeprefix("params/"): n for n in leaves if n.startswith("params/")} or {
-        n: n for n in leaves
-    }
+    wanted = [name for name in leaves if name.startswith("params/")] or [*leaves]
     count = int(content["shard_count"])
     paths = [Path(f"{prefix}.data-{shard:05d}-of-{count:05d}") for shard in range(count)]
     if lost := [path.name for path in paths if not path.is_file()]:
         raise UsageError(f"{index} lacks {', '.join(lost)}")
     arrays: dict[str, np.ndarray] = {}
-    filled: dict[str, int] = dict.fromkeys(wanted.values(), 0)
+    filled: dict[str, int] = dict.fromkeys(wanted, 0)
     for path in paths:
         stored = msgpack.unpackb(path.read_bytes(), ext_hook=_extension, strict_map_key=False)
-        for name in wanted.values():
+        for name in wanted:
             for pieces, cut in stored.get(numbers[name], ()):
                 flat = np.concatenate([np.asarray(piece).reshape(-1) for piece in pieces])
                 whole = arrays.setdefault(name, np.empty(leaves[name], flat.dtype))
@@ -64,7 +62,7 @@ def _read(prefix: Path, index: Path) -> dict[str, np.ndarray]:
                 filled[name] += flat.size
     if broken := [name for name, done in filled.items() if done != math.prod(leaves[name])]:
         raise UsageError(f"{index} is not whole: {broken[0]} lacks pieces")
-    return {ours: arrays[name] for ours, name in wanted.items()}
+    return arrays
 
 
 def _leaves(tree: Any, path: str = "") -> Any:

@@ -6,11 +6,13 @@ Shapes are known before anything is read: a plan over `Lazy` tensors is refused,
 import hashlib
 import json
 import zipfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,8 +23,8 @@ from orchestrator import storage
 from orchestrator.checkpoint.foreign.msgpack_index import read_index
 from orchestrator.errors import UsageError, reason_of
 
-WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")  # in timm's order
 SAFETENSORS_FLOATS = ("F32", "F16", "BF16", "F64")
+FLAGS = (SimpleNamespace, "argparse.Namespace")  # how timm and MAE save theirs: values, and no code
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -33,12 +35,14 @@ class Lazy:
     Attributes:
         sources: names in the file that it is made from.
         how: what is done to them; empty: nothing.
+        wrong: a dtype that weights do not have, as that of a counter; empty: they may have it.
     """
 
     sources: tuple[str, ...]
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     how: str = ""
+    wrong: str = ""
 
     def map(self, how: str, of: Callable[[Tensor], Tensor]) -> "Lazy":
         return combine(how, lambda tensors: of(tensors[0]), [self])
@@ -53,6 +57,7 @@ def combine(how: str, of: Callable[[Sequence[Tensor]], Tensor], parts: Sequence[
         shape=tuple(shape),
         read=lambda: of([part.read() for part in parts]),
         how=", ".join(steps),
+        wrong=next((part.wrong for part in parts if part.wrong), ""),
     )
 
 
@@ -65,9 +70,10 @@ class ForeignWeights:
     """Weights of another project.
 
     Attributes:
-        tensors: by their names there.
+        tensors: by their names there; in a file of torch after those of the dicts around them.
         config: the content of ``config.json`` beside them, if there is one.
-        preprocessor: that of ``preprocessor_config.json``.
+        preprocessor: that of ``preprocessor_config.json``, or the part of ``processor_config.json`` in its
+            place.
         notes: what a user should know about how it was read.
     """
 
@@ -99,7 +105,7 @@ def open_foreign(location: str) -> ForeignWeights:
     notes: list[str] = []
     prefix = Path(str(path).removesuffix(".index"))
     if Path(f"{prefix}.index").is_file():
-        tensors = _lazy_arrays(*read_index(prefix))
+        tensors = _lazy_arrays(read_index(prefix))
         files = (Path(f"{prefix}.index"), *sorted(prefix.parent.glob(f"{prefix.name}.data-*")))
         return ForeignWeights(location=location, files=files, tensors=tensors, notes=notes)
     if path.is_file():
@@ -114,6 +120,9 @@ def open_foreign(location: str) -> ForeignWeights:
     for file in files:
         tensors |= _read(file, notes)
     config, preprocessor = (_json(path / f"{name}.json") for name in ("config", "preprocessor_config"))
+    if preprocessor is None:  # transformers 5 writes that of a model with a tokenizer into this file
+        nested = (_json(path / "processor_config.json") or {}).get("image_processor")
+        preprocessor = nested if isinstance(nested, dict) else None
     return ForeignWeights(
         location=location,
         files=files,
@@ -153,28 +162,34 @@ def _json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _read(path: Path, notes: list[str]) -> dict[str, Lazy]:
+def format_of(path: Path) -> Literal["safetensors", "zip", "pickle", "unknown"]:
+    """Returns what the first bytes of a file say that it is, whatever its name."""
     with path.open("rb") as file:
         start = file.read(9)
     if start[8:9] == b"{":
-        return _safetensors(path)
-    if start.startswith(b"PK"):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                members, broken = archive.namelist(), archive.testzip()  # torch checks no checksums
-        except Exception as error:  # zipfile raises nearly anything for damaged files
+        return "safetensors"
+    return "zip" if start.startswith(b"PK") else "pickle" if start.startswith(b"\x80") else "unknown"
+
+
+def _read(path: Path, notes: list[str]) -> dict[str, Lazy]:
+    match format_of(path):
+        case "safetensors":
+            return _safetensors(path)
+        case "pickle":
+            return _torch(path, notes)
+        case "unknown":
             raise UsageError(
-                f"{path} is not a whole file: it is cut or damaged ({reason_of(error)})"
-            ) from None
-        if broken:
-            raise UsageError(f"{path} is damaged: {broken} has another checksum")
-        return _npz(path) if any(name.endswith(".npy") for name in members) else _torch(path, notes)
-    if start.startswith(b"\x80"):
-        return _torch(path, notes)
-    raise UsageError(
-        f"{path} is no file of weights that is known: safetensors, .npz, a state dict of torch, or an index"
-        " with data files as V-MoE has them"
-    )
+                f"{path} is no file of weights that is known: safetensors, .npz, a state dict of torch, or an"
+                " index with data files as V-MoE has them"
+            )
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members, broken = archive.namelist(), archive.testzip()  # torch checks no checksums
+    except Exception as error:  # zipfile raises nearly anything for damaged files
+        raise UsageError(f"{path} is not a whole file: it is cut or damaged ({reason_of(error)})") from None
+    if broken:
+        raise UsageError(f"{path} is damaged: {broken} has another checksum")
+    return _npz(path) if any(name.endswith(".npy") for name in members) else _torch(path, notes)
 
 
 def _safetensors(path: Path) -> dict[str, Lazy]:
@@ -184,9 +199,11 @@ def _safetensors(path: Path) -> dict[str, Lazy]:
             dtypes = {name: file.get_slice(name).get_dtype() for name in shapes}
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is not a whole safetensors file: {error}") from None
-    _check_floats(path, {name: dtype for name, dtype in dtypes.items() if dtype not in SAFETENSORS_FLOATS})
+    wrong = {name: "" if dtype in SAFETENSORS_FLOATS else dtype for name, dtype in dtypes.items()}
     return {
-        name: Lazy(sources=(name,), shape=shape, read=partial(_from_safetensors, path, name))
+        name: Lazy(
+            sources=(name,), shape=shape, read=partial(_from_safetensors, path, name), wrong=wrong[name]
+        )
         for name, shape in shapes.items()
     }
 
@@ -202,20 +219,17 @@ def _npz(path: Path) -> dict[str, Lazy]:
             arrays = {name: file[name] for name in file.files}
     except Exception as error:  # numpy and zipfile raise nearly anything for damaged files
         raise UsageError(f"{path} cannot be read: {reason_of(error)}") from None
-    return _lazy_arrays(path, arrays)
+    return _lazy_arrays(arrays)
 
 
-def _lazy_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Lazy]:
+def _lazy_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, Lazy]:
     found = {}
     for name, array in arrays.items():
         if array.dtype == np.dtype("V2"):  # how numpy stores bfloat16
             array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        found[name] = array
-    _check_floats(path, {name: str(a.dtype) for name, a in found.items() if a.dtype.kind != "f"})
-    return {
-        name: Lazy(sources=(name,), shape=array.shape, read=partial(_from_numpy, array))
-        for name, array in found.items()
-    }
+        wrong = "" if array.dtype.kind == "f" else str(array.dtype)
+        found[name] = Lazy(sources=(name,), shape=array.shape, read=partial(_from_numpy, array), wrong=wrong)
+    return found
 
 
 def _from_numpy(array: np.ndarray) -> Tensor:
@@ -224,7 +238,8 @@ def _from_numpy(array: np.ndarray) -> Tensor:
 
 def _torch(path: Path, notes: list[str]) -> dict[str, Lazy]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file, torch.serialization.safe_globals([FLAGS]):
+            content = torch.load(file, map_location="cpu", weights_only=True)  # of a path, the suffix decides
     except Exception as error:
         text = str(error)
         if "weights_only" in text or "Weights only" in text or "Unsupported" in text:
@@ -233,24 +248,36 @@ def _torch(path: Path, notes: list[str]) -> dict[str, Lazy]:
                 " its state dict alone, as safetensors"
             ) from None
         raise UsageError(f"{path} is not a whole file of torch: {reason_of(error)}") from None
-    for wrapper in WRAPPERS:
-        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
-            others = [str(k) for k, v in content.items() if k != wrapper and isinstance(v, Mapping)]
-            notes.append(f"the copy {wrapper!r} is taken" + (f", not {', '.join(others)}" if others else ""))
-            content = content[wrapper]
-            break
     if not isinstance(content, Mapping):
         raise UsageError(f"{path} holds no state dict but a {type(content).__name__}")
-    tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
-    if others := [str(name) for name in content if str(name) not in tensors]:
-        raise UsageError(
-            f"{path} holds more than tensors: {', '.join(others[:5])}; save its state dict alone"
+    if others := [str(n) for n, value in content.items() if not isinstance(value, Mapping | Tensor)]:
+        notes.append(f"no tensors, and left out: {shortened(others)}")
+    return {
+        name: Lazy(
+            sources=(name,),
+            shape=tuple(tensor.shape),
+            read=tensor.float,
+            wrong="" if tensor.dtype in FLOATS else str(tensor.dtype),
         )
-    _check_floats(path, {name: str(t.dtype) for name, t in tensors.items() if t.dtype not in FLOATS})
-    return {name: Lazy(sources=(name,), shape=tuple(t.shape), read=t.float) for name, t in tensors.items()}
+        for name, tensor in _tensors_in(content).items()
+    }
 
 
-def _check_floats(path: Path, wrong: Mapping[str, str]) -> None:
-    if wrong:
-        name, dtype = next(iter(wrong.items()))
-        raise UsageError(f"{path}: {name} is {dtype}, and weights are float32, float16, bfloat16 or float64")
+def _tensors_in(content: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Returns the tensors of nested dicts by their path, as ``optimizer.state.0.exp_avg``."""
+    found, queue, seen = dict[str, Tensor](), deque([("", content)]), set[int]()
+    while queue:
+        path, tree = queue.popleft()
+        if id(tree) in seen:  # a pickle may hold itself
+            continue
+        seen.add(id(tree))
+        for key, value in tree.items():
+            if isinstance(value, Tensor):
+                found[f"{path}{key}"] = value
+            elif isinstance(value, Mapping):
+                queue.append((f"{path}{key}.", value))
+    return found
+
+
+def shortened(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{' ..' if len(names) > 5 else ''}"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from moe.models.vit import ViTConfig
 from moe.signature import Signature
-from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
+from orchestrator.checkpoint.foreign.kind import Facts, TensorNames, WeightsKind, by_channel
 from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
 from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 from orchestrator.errors import UsageError
@@ -47,8 +47,18 @@ NAMES = TensorNames(
     pool_norm="attn_pool.norm.",
     pool_up="attn_pool.mlp.fc1.",
     pool_down="attn_pool.mlp.fc2.",
-    harmless=r"mask_token$|blocks\.\d+\.attn\.[qk]_norm\.bias$",
+    # What MAE, DINO and MoCo train with: a decoder, and heads of more than one layer.
+    harmless=r"mask_token$|blocks\.\d+\.attn\.[qk]_norm\.bias$|decoder_|head\.(\d+|mlp|last_layer)\.",
 )
+# Arguments of VisionTransformer that are read here, seen in the tensors, or for training and other sizes.
+ARGUMENTS = {
+    *("img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads"),
+    *("mlp_ratio", "qkv_bias", "qk_norm", "proj_bias", "init_values", "class_token", "pos_embed"),
+    *("no_embed_class", "reg_tokens", "pool_include_prefix", "pre_norm", "final_norm", "fc_norm"),
+    *("scale_attn_norm", "scale_mlp_norm", "act_layer", "norm_layer", "dynamic_img_size", "dynamic_img_pad"),
+    *("strict_img_size", "weight_init", "fix_init", "drop_rate", "pos_drop_rate", "patch_drop_rate"),
+    *("proj_drop_rate", "attn_drop_rate", "drop_path_rate"),
+}
 # The names whose defaults are nearest to a width; the arguments beside it decide.
 ARCHITECTURES = {192: "tiny_patch16", 384: "small_patch16", 1024: "large_patch16", 1280: "huge_patch14"}
 OTHER = (
@@ -57,14 +67,17 @@ OTHER = (
 )
 
 
-def _recognises(names: Mapping[str, Lazy]) -> bool:
-    return "patch_embed.proj.weight" in names and any(name.startswith("blocks.0.") for name in names)
-
-
 def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     config = opened.config or {}
     architecture, args = str(config.get("architecture", "")).partition(".")[0], config.get("model_args") or {}
-    pretrained = config.get("pretrained_cfg") or {}
+    pretrained = config.get("pretrained_cfg", config) or {}  # timm before 0.9 has it all in one
+    if unknown := [
+        f"{name}={value!r}" for name, value in args.items() if name not in ARGUMENTS and value is not None
+    ]:
+        raise UsageError(
+            f"{unknown[0]} of model_args is not known here, and may change what the model computes: if it"
+            " does not, take it out of config.json"
+        )
     if (architecture and not re.search("vit|deit", architecture)) or re.search(OTHER, architecture):
         raise UsageError(f"{architecture} is no plain ViT of timm: the model here lacks its parts")
     if args.get("act_layer") not in (None, "gelu", "gelu_tanh"):
@@ -91,8 +104,7 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         assumed.append(f"{heads} heads, as {architecture} has them")
     if not opened.config:
         assumed.append(
-            "no config.json: mean and std of 0.5, the exact GELU, a crop of 0.9, bicubic, and pooling by the"
-            " class token or the mean"
+            "no config.json: exact GELU, a crop of 0.9, bicubic, and pooling by the class token or the mean"
         )
     for name, known in (("interpolation", ("bicubic", "bilinear")), ("crop_mode", ("center", "squash"))):
         if pretrained.get(name, known[0]) not in known:
@@ -109,8 +121,8 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         heads=heads,
         heads_stated="num_heads" in args,
         gelu="tanh" if tanh else "exact",
-        mean=tuple(pretrained.get("mean", HALF[0])),
-        std=tuple(pretrained.get("std", HALF[1])),
+        mean=by_channel(pretrained.get("mean")),
+        std=by_channel(pretrained.get("std")),
         resize=lambda image, new: F.interpolate(
             image, size=(new, new), mode="bicubic", antialias=True, align_corners=False
         ),
@@ -125,7 +137,13 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         assumed=tuple(assumed),
         licence=str(pretrained.get("license") or ""),
     )
-    return opened.tensors, NAMES, facts
+    # DINOv2's training has blocks in chunks, and counts them through all of these.
+    theirs = {
+        re.sub(r"^blocks\.\d+\.(?=\d+\.)", "blocks.", name): lazy for name, lazy in opened.tensors.items()
+    }
+    if len(theirs) < len(opened.tensors):
+        raise UsageError("its blocks are in stages, and those of the model here are alike")
+    return theirs, NAMES, facts
 
 
 def _heads(architecture: str, width: int) -> int | None:
@@ -224,4 +242,4 @@ def as_timm(config: ViTConfig, signature: Signature) -> ForeignFolder:
     return ForeignFolder(config=content, names=NAMES, opens=opens)
 
 
-KIND = WeightsKind(name="timm", recognises=_recognises, read=_read)
+KIND = WeightsKind(name="timm", patches=r"patch_embed\.proj\.weight", read=_read)

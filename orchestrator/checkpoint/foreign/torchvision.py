@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch.nn.functional as F
 
-from orchestrator.checkpoint.foreign.kind import IMAGENET, Facts, TensorNames, WeightsKind
+from orchestrator.checkpoint.foreign.kind import Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 
 HEADS = {768: 12, 1024: 16, 1280: 16}  # width of B, L and H
@@ -25,10 +25,6 @@ NAMES = TensorNames(
 )
 
 
-def _recognises(names: Mapping[str, Lazy]) -> bool:
-    return "conv_proj.weight" in names and any(name.startswith("encoder.layers.") for name in names)
-
-
 def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     theirs = {
         name.replace("mlp.linear_1.", "mlp.0.").replace("mlp.linear_2.", "mlp.3."): lazy
@@ -42,8 +38,8 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
     facts = Facts(
         heads=HEADS.get(width),
         gelu="exact",
-        mean=IMAGENET[0],
-        std=IMAGENET[1],
+        mean=None,
+        std=None,
         resize=lambda image, new: F.interpolate(image, size=(new, new), mode="bicubic", align_corners=True),
         evaluation={"eval_crop": crop, "eval_interpolation": "bicubic" if large else "bilinear"},
         assumed=(f"resize and crop of its size: {crop:.3f}, {'bicubic' if large else 'bilinear'}",),
@@ -51,4 +47,4 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
     return theirs, NAMES, facts
 
 
-KIND = WeightsKind(name="torchvision", recognises=_recognises, read=_read)
+KIND = WeightsKind(name="torchvision", patches=r"conv_proj\.weight", read=_read)

@@ -6,7 +6,7 @@ Each golden was written by the foreign library itself, which also computed the o
 import json
 import pickle
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,27 +20,17 @@ from torch import Tensor
 from moe.load import load
 from orchestrator.checkpoint.foreign import plan_import, write_import
 from orchestrator.errors import UsageError
+from tests.orchestrator.checkpoint.foreign_files import GOLDENS, configured, expected_of, imported, rewritten
 from tests.parts import library
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
 FOLDERS = sorted(path.name for path in GOLDENS.iterdir() if (path / "config.json").is_file())
 FILES = sorted(path.name for path in GOLDENS.glob("*.*") if "expected" not in path.name)
 CASES = [*FOLDERS, *FILES, "vmoe/vmoe"]
 # What these weights do not say.
 CHANGES: dict[str, dict[str, Any]] = {
-    "torchvision_vit.pth": {"model.heads": 2},
+    "torchvision_vit.pth": {"model.heads": 2, "data.mean": "imagenet"},
     "vmoe/vmoe": {"model.moe.images_per_group": 2},
 }
-
-
-def expected_of(case: str) -> Any:
-    beside = GOLDENS / f"{case.partition('.')[0]}.expected.npz"
-    return np.load(beside if beside.is_file() else (GOLDENS / case.partition("/")[0] / "expected.npz"))
-
-
-def imported(source: Path | str, out: Path, **changes: Any) -> dict[str, Tensor]:
-    write_import(plan_import(str(source), name="x", changes=changes), str(out))
-    return load_file(out / "model.safetensors")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -65,15 +55,6 @@ def test_every_tensor_is_accounted_for() -> None:
     assert "head: new, of one class" in said
 
 
-def rewritten(case: str, folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
-    """A copy of a golden folder with changed tensors."""
-    copy = Path(shutil.copytree(GOLDENS / case, folder / case))
-    tensors = load_file(copy / "model.safetensors")
-    change(tensors)
-    save_file(tensors, copy / "model.safetensors")
-    return copy
-
-
 @pytest.mark.parametrize("case", ["hf_vit", "hf_dinov2", "timm_token"])
 def test_wrappers_prefixes_halves_and_shards(case: str, tmp_path: Path) -> None:
     """The same weights, as other tools save them."""
@@ -82,9 +63,9 @@ def test_wrappers_prefixes_halves_and_shards(case: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(GOLDENS / case, tmp_path / case))
     (copy / "model.safetensors").unlink()
     wrapped = {f"module.{name}": tensor for name, tensor in tensors.items()}
-    torch.save({"model": {}, "state_dict_ema": wrapped}, copy / "pytorch_model.bin")
+    torch.save({"model": tensors, "state_dict_ema": wrapped}, copy / "pytorch_model.bin")
     planned = plan_import(str(copy), name="x")
-    assert "the copy 'state_dict_ema' is taken, not model" in str(planned)
+    assert "the model at 'state_dict_ema' is taken, not model" in str(planned)
     found = imported(copy, tmp_path / "wrapped")
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     (copy / "pytorch_model.bin").unlink()
@@ -137,14 +118,6 @@ def test_another_size_resizes_positions_as_the_source_does(tmp_path: Path) -> No
     wanted = torch.nn.functional.interpolate(grid, size=(6, 6), mode="bicubic", antialias=True)
     assert torch.equal(found[0], positions[0, 0])
     assert torch.allclose(found[1:], wanted.flatten(2)[0].T)
-
-
-def configured(case: str, folder: Path, changes: dict[str, Any], *, without: Sequence[str] = ()) -> Path:
-    """A copy of a golden folder with another config.json."""
-    copy = Path(shutil.copytree(GOLDENS / case, folder / case, dirs_exist_ok=True))
-    config = json.loads((copy / "config.json").read_text()) | changes
-    (copy / "config.json").write_text(json.dumps({n: v for n, v in config.items() if n not in without}))
-    return copy
 
 
 def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
@@ -215,7 +188,7 @@ def test_tensors_that_do_not_fit_are_refused(
         ("hf_vit", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu': the model here has gelu"),
         ("hf_vit", {"num_hidden_layers": 3}, "config says depth=3, and the tensors have 2"),
         ("hf_vit", {"model_type": "swin"}, "model_type 'swin' of Hugging Face is none of vit,"),
-        ("hf_dinov2", {"use_swiglu_ffn": True}, "SwiGLU"),
+        ("hf_dinov2", {"use_swiglu_ffn": True}, "use_swiglu_ffn=True of its config"),
         ("timm_token", {"architecture": "eva02_base_patch14_224"}, "is no plain ViT of timm"),
         ("timm_token", {"architecture": "vit_base_patch16_rope_224"}, "is no plain ViT of timm"),
         ("timm_token", {"architecture": "resnet50"}, "is no plain ViT of timm"),
@@ -223,7 +196,7 @@ def test_tensors_that_do_not_fit_are_refused(
         ("timm_token", {"model_args": {}}, "do not say how many attention heads"),
         ("timm_token", {"num_classes": 9}, "config says num_classes=9, and the tensors have 5"),
         ("timm_token", {"model_args": {"img_size": [64, 32]}}, "images of 64 x 32 pixels"),
-        ("timm_token", {"pretrained_cfg": {"mean": "grey"}}, "must be three numbers each"),
+        ("timm_token", {"pretrained_cfg": {"mean": "grey", "std": "grey"}}, "must be three numbers each"),
         ("hf_vit", {"intermediate_size": 128}, "config says mlp_dim=128, and the tensors have 64"),
         ("hf_vit", {"image_size": [32, 64]}, "reads square images"),
         (
