@@ -15,7 +15,7 @@ from moe.parallel import build_sharded
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import find_checkpoint
-from orchestrator.checkpoint.start import start_from
+from orchestrator.checkpoint.start import Classes, start_from
 from orchestrator.checkpoint.weights import classes_of_run, preparation_of_run, read_metadata
 from orchestrator.codec import read_config
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
@@ -169,6 +169,21 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
         classes=classes or classes_of_run(run),
         preparation=preparation or preparation_of_run(run),
     )
+
+
+def classes_at_start(run: RunConfig) -> Classes | None:
+    """Returns the names of classes of a run's data and of the weights that it starts from; None if there are
+    no such weights, or outputs are no classes.
+    """
+    if not (run.train.init_from and run.task.classifies):
+        return None
+    here = open_manifest(run.data.path).classes
+    try:
+        source = read_model(run.train.init_from, whole=False)
+    except UsageError:  # weights without a config
+        return Classes(here=here or None, there=None)
+    known = source.classes if source.run.task.classifies else None
+    return Classes(here=here or None, there=known)
 
 
 def load_checkpoint(location: str) -> Model:
