@@ -13,6 +13,7 @@ from moe.load import CONFIG, WEIGHTS
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.codec import to_dict
 from orchestrator.config import DataConfig, RunConfig
+from orchestrator.data.images import resized_side
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 
@@ -22,7 +23,7 @@ RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 
 def preprocessor(image_size: int, data: DataConfig) -> dict[str, Any]:
     """Returns the content of `PREPROCESSOR` as transformers reads it; the resized side is a whole number."""
-    whole = round(image_size / data.eval_crop)
+    whole = resized_side(image_size, data.eval_crop, data.eval_pixels)
     shorter = data.eval_resize == "shorter"
     return {
         "image_processor_type": "BitImageProcessor",

@@ -186,6 +186,7 @@ class Transform:
     eval_resize: Literal["shorter", "square"] = "shorter"
     eval_crop: float = 0.875
     eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    eval_pixels: Literal["whole", "timm", "transformers", "parts"] = "parts"
     randaugment: int = 0
     randaugment_magnitude: int = 10
     three_augment: bool = False
@@ -209,16 +210,37 @@ class Transform:
 
     def central(self, encoded: bytes) -> Tensor:
         """Returns what resizing to size / eval_crop and cropping the middle keeps: an image before the random
-        operations of all but random crops.
+        operations of all but random crops. What would be too large when resized is cropped first.
         """
         picture, size = Picture(encoded), self.size
         height, width = picture.height, picture.width
-        if height == width == size:
+        if height == width == size and self.eval_pixels in ("whole", "parts"):
             return picture.pixels()
+        short = resized_side(size, self.eval_crop, self.eval_pixels)
+        shorter = min(height, width) if self.eval_resize == "shorter" else 0
+        h, w = (int(short * side / shorter) if shorter else short for side in (height, width))
+        if self.eval_pixels != "parts" and h * w <= MAX_PIXELS:
+            return self._middle(picture, h, w)
         sides = (height, width) if self.eval_resize == "square" else [min(height, width)] * 2
         h, w = (max(1, round(side * self.eval_crop)) for side in sides)
         middle = Box((height - h) // 2, (width - w) // 2, h, w)
         return _cropped(picture, middle, size, self.eval_interpolation)
+
+    def _middle(self, picture: Picture, h: int, w: int) -> Tensor:
+        """Resizes to (h, w) as the library of `eval_pixels`, and crops whole pixels of that."""
+        size, way = self.size, InterpolationMode(self.eval_interpolation)
+        scale = (
+            picture.scale(min(picture.height / h, picture.width / w)) if self.eval_pixels == "whole" else 1
+        )
+        image = picture.pixels(scale)
+        if self.eval_pixels == "timm":
+            pillow = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+            image = torch.from_numpy(np.array(tv.resize(pillow, [h, w], way))).permute(2, 0, 1)
+        else:
+            image = tv.resize(image[None], [h, w], way, antialias=True)[0]
+        # torchvision, and so timm, rounds halves to even numbers; transformers cuts them off.
+        cut = int if self.eval_pixels == "transformers" else round
+        return tv.crop(image, cut((h - size) / 2), cut((w - size) / 2), size, size)
 
     def vary(self, image: Tensor, key: str) -> Tensor:
         """Returns `image`, a result of `central`, after the random operations of `key`."""
@@ -244,6 +266,11 @@ class Transform:
         if self.color_jitter:
             image = color_jitter(image, self.color_jitter, rng)
         return erase(image, rng) if self.random_erasing > rng.random() else image
+
+
+def resized_side(size: int, crop: float, pixels: str) -> int:
+    """Returns the side whose middle `size` are cropped. transformers states it, timm rounds down."""
+    return round(size / crop) if pixels == "transformers" else math.floor(size / crop)
 
 
 def inception_box(height: int, width: int, rng: Random) -> Box:

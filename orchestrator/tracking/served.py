@@ -19,7 +19,7 @@ from orchestrator.data.images import BadImage, Transform
 from orchestrator.data.preparation import Preparation
 
 IMAGES_PER_PASS = 64
-TRANSFORM = ("eval_resize", "eval_crop", "eval_interpolation")
+TRANSFORM = ("eval_resize", "eval_crop", "eval_interpolation", "eval_pixels")
 
 
 class ImageClassifier:

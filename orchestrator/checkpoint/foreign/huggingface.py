@@ -175,6 +175,7 @@ def _preprocessing(
             )
         cubic = "bicubic" if "siglip" in kind else "bilinear"
         evaluation = {"eval_resize": "square", "eval_crop": 1.0, "eval_interpolation": cubic}
+        evaluation["eval_pixels"] = "transformers"
         return *HALF, evaluation, (f"no preprocessor_config.json: mean and std of 0.5, square, {cubic}",)
     if not found.get("do_rescale", True) or abs(found.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
         raise UsageError("it does not rescale pixels by 1/255, and images here are in -1..1")
@@ -192,6 +193,7 @@ def _preprocessing(
         "eval_resize": "shorter" if "shortest_edge" in size else "square",
         "eval_crop": cropped / whole if cropped and whole and cropped <= whole else 1.0,
         "eval_interpolation": "bicubic" if resample == 3 else "bilinear",
+        "eval_pixels": "transformers",
     }
     assumed = [] if resample in (2, 3) else [f"resample {resample} is not known here: bilinear is taken"]
     if not found.get("do_resize", True):
