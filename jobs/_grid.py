@@ -15,6 +15,7 @@ from jobs._sharded import Workers
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
+    from orchestrator.checkpoint.models import ModelRef
     from orchestrator.evaluation.evaluate import EvalTask, Row
     from orchestrator.frontier.frontier import Frontier
     from orchestrator.tracking.store import Tracking
@@ -25,6 +26,7 @@ def evaluate_grid(
     grid: Sequence[str],
     on: Evaluation,
     by: Workers,
+    classes: str | None,
     *,
     repeats: int,
     out: str | None,
@@ -40,7 +42,7 @@ def evaluate_grid(
     if out:
         check_out(out, own=FILES)
     store, root = on.places.open_store(), on.places.root()
-    tasks = tasks_of(references, grid, on, store)
+    tasks = tasks_of(references, grid, on, store, classes)
     sharding = by.sharding([task.model for task in tasks], on)
     tasks = [replace(task, sharding=sharding) for task in tasks]
     connect()
@@ -51,7 +53,7 @@ def evaluate_grid(
 
 
 def tasks_of(
-    references: Sequence[str], grid: Sequence[str], on: Evaluation, store: Tracking
+    references: Sequence[str], grid: Sequence[str], on: Evaluation, store: Tracking, classes: str | None
 ) -> list[EvalTask]:
     """A task for each model. Raises UsageError if no model can run at any of the wanted points."""
     from orchestrator.evaluation.evaluate import EvalTask
@@ -61,7 +63,7 @@ def tasks_of(
     models = models_of(references, on.places, store)
     for model in models:
         config, path = model.run.model, on.path(model)
-        model.check_classes(path)
+        outputs = labels_by_name(model, path, classes)
         task = EvalTask(
             model=model,
             points=tuple(default_grid(config) if wanted is None else possible(config, wanted)),
@@ -69,12 +71,25 @@ def tasks_of(
             split=on.split,
             batch_size=on.batch_size,
             results=on.places.below("evaluation"),
+            outputs=outputs,
         )
         tasks.append(task)
     if wanted and all(len(task.points) == 1 for task in tasks):
         reasons = "; ".join(f"{model.name}: {why_impossible(model.run.model, wanted[0])}" for model in models)
         raise UsageError(f"--grid {' '.join(grid)}: none of the models can run at these points: {reasons}")
     return tasks
+
+
+def labels_by_name(model: ModelRef, path: str, classes: str | None) -> tuple[int, ...] | None:
+    """The output of the model for each label of the data by the names of --classes. Without, labels are those
+    outputs, and None. Raises UsageError if labels do not mean what the model learned.
+    """
+    from orchestrator.evaluation.spellings import outputs_of_labels
+
+    if classes is not None:
+        return outputs_of_labels(model, path, classes)
+    model.check_classes(path)
+    return None
 
 
 def measure_points(tasks: list[EvalTask], *, repeats: int) -> dict[str, list[Row]]:

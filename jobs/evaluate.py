@@ -8,6 +8,7 @@
   python jobs/evaluate.py vmoe soft --grid routing.capacity=0.3,0.5,1 routing.priority=none,max --out DIR
   python jobs/evaluate.py soft --shots 1,5 --data /data/flowers --data /data/pets --seeds 5
   python jobs/evaluate.py large --workers 8 --ep 8 --dtype bfloat16
+  python jobs/evaluate.py timm-folder --data /data/imagenet-shards --classes imagenet
   python jobs/evaluate.py lit --zero-shot flowers.toml --data /data/flowers
   python jobs/evaluate.py lit --retrieval --data /data/captioned --page found.html
 
@@ -48,7 +49,7 @@ from jobs._cli import (
     results_of,
 )
 from jobs._flags import MODELS, POINT, flag, numbers, parse
-from jobs._grid import evaluate_grid
+from jobs._grid import evaluate_grid, labels_by_name
 from jobs._image_text import evaluate_retrieval, evaluate_zero_shot
 from jobs._sharded import Workers
 from orchestrator.errors import UsageError
@@ -91,6 +92,12 @@ class EvaluateFlags:
         "timed forward passes of a full batch; default: 10, with --grid 5 of each point in each round",
         least=1,
     )
+    classes: str | None = flag(
+        None,
+        "find labels by names that data and model spell differently: a CSV with a row for each class, of its"
+        " names in the data and in the model; `imagenet` comes with the project",
+        metavar="FILE",
+    )
     per_class: bool = flag(False, "print the table by class")
     out: str | None = flag(
         None,
@@ -115,9 +122,9 @@ class EvaluateFlags:
         idle = {
             "": ("seeds", "page"),
             "--grid": ("set", "random_subsets", "per_class", "seeds", "page"),
-            "--shots": ("set", "random_subsets", "per_class", "repeats", "out", "page"),
-            "--zero-shot": ("random_subsets", "repeats", "seeds", "page"),
-            "--retrieval": ("set", "random_subsets", "per_class", "repeats", "seeds"),
+            "--shots": ("set", "random_subsets", "per_class", "repeats", "out", "page", "classes"),
+            "--zero-shot": ("random_subsets", "repeats", "seeds", "page", "classes"),
+            "--retrieval": ("set", "random_subsets", "per_class", "repeats", "seeds", "classes"),
         }
         for name in idle[mode]:
             if getattr(self, name):
@@ -133,7 +140,9 @@ def main() -> None:
     with command(f"evaluating {named(flags.model)}", flags.on.places):
         if flags.grid is not None:
             repeats = flags.repeats or 5
-            evaluate_grid(flags.model, flags.grid, flags.on, flags.by, repeats=repeats, out=flags.out)
+            evaluate_grid(
+                flags.model, flags.grid, flags.on, flags.by, flags.classes, repeats=repeats, out=flags.out
+            )
         elif flags.shots:
             evaluate_shots(flags)
         elif flags.zero_shot is not None or flags.retrieval:
@@ -207,7 +216,7 @@ def evaluate_model(
     from orchestrator.frontier.points import as_shown
 
     path, split = flags.on.path(model), flags.on.split
-    model.check_classes(path)
+    outputs = labels_by_name(model, path, flags.classes)
 
     drawn = [replace(point, subset_seed=seed) for seed in range(flags.random_subsets)]
     task = EvalTask(
@@ -218,6 +227,7 @@ def evaluate_model(
         batch_size=flags.on.batch_size,
         results="",
         sharding=flags.by.sharding([model], flags.on),
+        outputs=outputs,
     )
     (scores, *random_scores), latency, further = task.on_model(figures, repeats=flags.repeats or 10)
     metrics = scores.metrics() | further
@@ -254,7 +264,7 @@ def evaluate_model(
         "unread": scores.unread,
         "metrics": metrics,
         "latency": latency.summary(),
-        "classes": scores.table(open_manifest(path).classes),
+        "classes": scores.table((outputs and model.classes) or open_manifest(path).classes),
     }
     if model.run_id:
         run, (data,) = results_of(store, model.run_id, path)

@@ -5,7 +5,7 @@ the authors' code); Komatsuzaki et al. 2022, "Sparse Upcycling", https://arxiv.o
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape
+Rows = Sequence[int | None]  # for each output of a head here, the output there of the same class, if any
 
 # Linear layers store (out, in), experts (E, in, out).
 _MLP = {
@@ -26,11 +27,14 @@ _MLP = {
 
 
 class Conversion(NamedTuple):
-    """The conversion of a tensor to another shape; its result may share memory with the source."""
+    """The conversion of a tensor to another shape; its result may share memory with the source. The rows
+    `new` of the result mean nothing: there the tensor stays as initialised.
+    """
 
     source: str
     how: str
     of: Callable[[Tensor], Tensor]
+    new: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +54,15 @@ class Transfer:
     unused: tuple[str, ...]
 
 
-def plan_transfer(saved: Shapes, model: Shapes, below: str = "") -> Transfer:
+def plan_transfer(
+    saved: Shapes, model: Shapes, below: str = "", head: str = "head", rows: Rows | None = None
+) -> Transfer:
     """Plans which tensors are copied or converted; no others are taken over.
 
     Tensors of equal name and shape are copied; a position embedding of another grid is resized; if a block is
     MoE in the model and dense in the checkpoint, every expert is a copy of its MLP. If no name there begins
-    with `below`, the checkpoint is that of the part of the model whose names do.
+    with `below`, the checkpoint is that of the part of the model whose names do. With `rows` the tensors of
+    the module `head` are taken over row by row; without, outputs of equal number mean the same.
     """
     if below and not any(name.startswith(below) for name in saved):
         part = {name.removeprefix(below): shape for name, shape in model.items() if name.startswith(below)}
@@ -75,6 +82,13 @@ def plan_transfer(saved: Shapes, model: Shapes, below: str = "") -> Transfer:
         source = name if name in saved else _mlp_of(name)
         if source not in saved:
             initial[name] = "not in the checkpoint"
+        elif rows and name.startswith(f"{head}.") and _has_rows(saved[name], shape, rows):
+            if list(rows) == list(range(saved[name][0])):
+                copied.append(name)
+            elif any(row is not None for row in rows):
+                converted[name] = _by_rows(name, rows)
+            else:
+                initial[name] = "new, for the classes there are others"
         elif source == name and saved[name] == shape:
             copied.append(name)
         elif conversion := _conversion(name, source, saved, model):
@@ -108,6 +122,19 @@ def resize_position(position_SD: Tensor, old_grid: int, new_grid: int, *, class_
 def shapes_of(state: Mapping[str, Tensor]) -> Shapes:
     """Returns the shape of each tensor."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def _has_rows(old: tuple[int, ...], new: tuple[int, ...], rows: Rows) -> bool:
+    """Returns whether tensors of these shapes have a row for each output, there and here."""
+    most = max((row for row in rows if row is not None), default=-1)
+    return old[1:] == new[1:] and old[0] > most and new[0] == len(rows)
+
+
+def _by_rows(name: str, rows: Rows) -> Conversion:
+    new = tuple(here for here, there in enumerate(rows) if there is None)
+    taken = [0 if there is None else there for there in rows]
+    how = f"rows by the names of classes, {len(rows) - len(new)} of {len(rows)}"
+    return Conversion(name, how, lambda tensor: tensor[taken], new)
 
 
 def _mlp_of(name: str) -> str:

@@ -24,6 +24,8 @@ class Signature(Config):
             sides to a ``square``.
         crop: fraction of these sides that the central crop keeps.
         interpolation: of resizing.
+        pixels: how sides are rounded: as ``timm`` or ``transformers`` do; ``whole``, as timm, but images of
+            the model's size are kept; or in ``parts`` of a resized pixel, as earlier versions.
         background: the colour under transparent pixels, as in CSS; None: alpha is dropped.
         white: the sample of 16 bits that is white; None: the high byte is taken.
         output: what an output means: logits of classes of which an image has one (``softmax``) or each by
@@ -42,6 +44,7 @@ class Signature(Config):
     resize: Literal["shorter", "square"] = "shorter"
     crop: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.875
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    pixels: Literal["whole", "timm", "transformers", "parts"] = "whole"
     background: str | None = None
     white: Annotated[int, Bound(">=", 1), Bound("<=", WHITE)] | None = None
     output: Literal["softmax", "sigmoid", "embedding", "tokens", "values"] = "softmax"

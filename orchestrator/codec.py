@@ -21,6 +21,10 @@ MAY_CHANGE = ("scale.", "checkpoint.", "storage", "train.microbatch", "data.cach
 MOVED = {"train.loss": "task.loss"}
 
 
+# Fields that earlier versions had not: field -> what they did, known by a neighbour that they had.
+SINCE = {"data.eval_pixels": ("parts", "eval_crop")}
+
+
 @contextmanager
 def _usage_errors() -> Iterator[None]:
     """Turns a ValueError into a UsageError."""
@@ -42,6 +46,10 @@ def read_config(cls: type[T], data: Mapping[str, Any]) -> T:
         check_loaded(map(str, plugins))
     for before, now in MOVED.items():
         data = _moved(data, before.split("."), now.split("."))
+    for field, (did, neighbour) in SINCE.items():
+        group, leaf = field.split(".")
+        if neighbour in (written := data.get(group) or {}) and leaf not in written:
+            data = {**data, group: {**written, leaf: did}}
     return codec.from_dict(cls, data)
 
 

@@ -40,6 +40,9 @@ class DataConfig(Config):
             aspect, or both sides to a ``square``, as in the papers' few-shot and fine-tuning.
         eval_crop: fraction of these sides that the central crop keeps.
         eval_interpolation: of that resize; published models often want ``bicubic``.
+        eval_pixels: ``timm`` and ``transformers`` give the pixels of these libraries. ``whole`` rounds sides
+            as timm, but keeps images of the model's size, and decodes large JPEGs at a part of theirs.
+            ``parts`` crops parts of a resized pixel, as all models of earlier versions do.
         randaugment: operations per image after the crop, 0 to 16.
         randaugment_magnitude: their strength, 0 to 30; the papers' recipes take 10, 15 and 20.
         three_augment: every image is made grey, solarized or blurred, evenly, after crop and flip, as in
@@ -66,6 +69,7 @@ class DataConfig(Config):
     eval_resize: Literal["shorter", "square"] = "shorter"
     eval_crop: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.875
     eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    eval_pixels: Literal["whole", "timm", "transformers", "parts"] = "whole"
     randaugment: Annotated[int, Bound(">=", 0), Bound("<=", 16)] = 0
     randaugment_magnitude: Annotated[int, Bound(">=", 0), Bound("<=", 30)] = 10
     three_augment: bool = False
@@ -79,7 +83,9 @@ class DataConfig(Config):
 
     def eval_settings(self) -> dict[str, Any]:
         """Returns the fields that say how an image becomes the model's input in evaluation."""
-        return {name: getattr(self, name) for name in ("eval_resize", "eval_crop", "eval_interpolation")}
+        return {
+            f"eval_{n}": getattr(self, f"eval_{n}") for n in ("resize", "crop", "interpolation", "pixels")
+        }
 
     def train_settings(self) -> dict[str, Any]:
         """Returns the fields that say how an image varies in training."""
@@ -146,9 +152,7 @@ class EMAConfig(Config):
         since = update - self.start - 1
         if since <= 0:
             return 0.0
-        return (
-            self.decay if self.power is None else min(self.decay, 1 - (1 + since / self.gamma) ** -self.power)
-        )
+        return min(self.decay, 1 - (1 + since / self.gamma) ** -(self.power or float("inf")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,11 +328,8 @@ class RunConfig(Config):
             )
         self.task.check(self.model)
         names, freeze = [*param_shapes(self.model)] if self.train.freeze else [], self.train.freeze
-        for prefix in freeze:
-            if not any(begins_so(name, [prefix]) for name in names):
-                raise ValueError(
-                    f"train.freeze: no tensor of the model has a name that begins with {prefix!r}"
-                )
+        for prefix in (each for each in freeze if not any(begins_so(name, [each]) for name in names)):
+            raise ValueError(f"train.freeze: no tensor of the model has a name that begins with {prefix!r}")
         if freeze and all(begins_so(name, freeze) for name in names):
             raise ValueError(f"train.freeze={list(freeze)} freezes all tensors: leave some to train")
         mixing = self.data.mixup or self.data.cutmix

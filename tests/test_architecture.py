@@ -72,7 +72,8 @@ orchestrator.data.fields:
 orchestrator.data.text: moe.codec moe.tokenizers orchestrator.data.fields orchestrator.data.images
     orchestrator.storage
 orchestrator.data.augment:
-orchestrator.data.images: moe.signature orchestrator.data.augment
+orchestrator.data.images: moe.signature orchestrator.data.augment orchestrator.data.undecodable
+orchestrator.data.undecodable:
 orchestrator.data.offsets:
 orchestrator.data.listing: orchestrator.data.images orchestrator.storage
 orchestrator.data.labels: moe.config.did_you_mean

@@ -13,7 +13,8 @@ from moe.load import CONFIG, WEIGHTS
 from moe.signature import Signature
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.codec import to_dict
-from orchestrator.config import RunConfig
+from orchestrator.config import DataConfig, RunConfig
+from orchestrator.data.images import resized_side
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 
@@ -21,24 +22,23 @@ CARD, PREPROCESSOR = "README.md", "preprocessor_config.json"
 RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 
 
-def preprocessor(signature: Signature) -> dict[str, Any]:
+def preprocessor(image_size: int, data: DataConfig) -> dict[str, Any]:
     """Returns the content of `PREPROCESSOR` as transformers reads it; the resized side is a whole number."""
-    side = signature.image_size
-    whole = round(side / signature.crop)
-    shorter = signature.resize == "shorter"
+    whole = resized_side(image_size, data.eval_crop, data.eval_pixels)
+    shorter = data.eval_resize == "shorter"
     return {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
         "size": {"shortest_edge": whole} if shorter else {"height": whole, "width": whole},
-        "resample": RESAMPLE[signature.interpolation],
-        "do_center_crop": shorter or whole > side,
-        "crop_size": {"height": side, "width": side},
+        "resample": RESAMPLE[data.eval_interpolation],
+        "do_center_crop": shorter or whole > image_size,
+        "crop_size": {"height": image_size, "width": image_size},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": [*signature.mean],
-        "image_std": [*signature.std],
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
     }
 
 

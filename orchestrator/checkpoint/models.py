@@ -16,7 +16,7 @@ from moe.signature import SIGNATURE, Signature, read_signature
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import find_checkpoint
-from orchestrator.checkpoint.start import start_from
+from orchestrator.checkpoint.start import Classes, start_from
 from orchestrator.checkpoint.weights import read_metadata, signature_of, signature_of_run
 from orchestrator.codec import read_config
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
@@ -178,6 +178,21 @@ def _signature_of_file(run: RunConfig, metadata: Mapping[str, str]) -> Signature
         return read_signature(metadata[SIGNATURE])
     names = json.loads(metadata.get("classes", "null"))
     return signature_of(run, classes=names) if names else signature_of_run(run)
+
+
+def classes_at_start(run: RunConfig) -> Classes | None:
+    """Returns the names of classes of a run's data and of the weights that it starts from; None if there are
+    no such weights, or outputs are no classes.
+    """
+    if not (run.train.init_from and run.task.classifies):
+        return None
+    here = open_manifest(run.data.path).classes
+    try:
+        source = read_model(run.train.init_from, whole=False)
+    except UsageError:  # weights without a config
+        return Classes(here=here or None, there=None)
+    known = source.classes if source.run.task.classifies else None
+    return Classes(here=here or None, there=known)
 
 
 def load_checkpoint(location: str) -> Model:

@@ -1,15 +1,17 @@
 """Models that start from the weights, and the optimiser's state, of another model."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 
-from moe.adapt import Transfer, plan_transfer, shapes_of
+from moe.adapt import Rows, Transfer, plan_transfer, shapes_of
 from moe.experts import is_expert
 from moe.model import Model, ModelConfig
 from orchestrator.checkpoint.files import (
@@ -29,18 +31,65 @@ SHOWN = 5  # names that a message lists; the others are counted
 
 
 @dataclass(frozen=True, kw_only=True)
+class Classes:
+    """The names of classes by output: of a classifier that starts (`here`), and of the weights that it starts
+    from (`there`). None: unknown.
+    """
+
+    here: tuple[str, ...] | None
+    there: tuple[str, ...] | None
+
+    @property
+    def are_same(self) -> bool:
+        return self.here is not None and self.here == self.there
+
+    def rows(self, outputs: int) -> Rows | None:
+        """Returns the output there of each of `outputs` here, by name; None if names are unknown. A name that
+        is not unique, in lists that differ, means no output.
+        """
+        if self.here is None or self.there is None:
+            return None
+        if self.are_same:
+            return range(outputs)
+        once = [name for name, count in Counter(self.there).items() if count == 1]
+        place = {name: self.there.index(name) for name in once}
+        counts = Counter(self.here)
+        rows = [place.get(name) if counts[name] == 1 else None for name in self.here]
+        return [*rows, *[None] * (outputs - len(rows))]
+
+    def __str__(self) -> str:
+        """Says what becomes of the head, in a line."""
+        if self.here is None or self.there is None:
+            where = "of these weights" if self.there is None else "of the data"
+            return f"the names of the classes {where} are unknown: outputs are taken over by number"
+        if self.are_same:
+            return f"the same {len(self.here)} classes"
+        found = self.rows(len(self.here)) or ()
+        kept = [name for name, row in zip(self.here, found, strict=True) if row is not None]
+        new = [name for name, row in zip(self.here, found, strict=True) if row is None]
+        if not kept:
+            return (
+                f"a new head: its classes are {_listed(new)}, and those of the weights {_listed(self.there)}"
+            )
+        rest = f"; new: {_listed(new)}" if new else ", which have another order there"
+        return f"outputs are taken over by the names of classes: {_listed(kept)}{rest}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartReport:
     """The tensors that a model took over from another model's weights.
 
     source: the checkpoint's folder, or the file.
     step: step of the source's run; None if the file does not say.
     numbers: how many numbers were copied or converted.
+    classes: what outputs were compared by; None: by nothing, or no output was taken over.
     """
 
     source: str
     step: int | None
     transfer: Transfer
     numbers: int
+    classes: Classes | None = None
 
     def __str__(self) -> str:
         taken = self.transfer
@@ -51,6 +100,7 @@ class StartReport:
         lines += [f"  converted {line}" for line in _by_reason(converted)]
         lines += [f"  as initialised {line}" for line in _by_reason(taken.initial)]
         lines += [f"  not used {_abridged(taken.unused)}"] if taken.unused else []
+        lines += [f"  {self.classes}"] if self.classes else []
         return "\n".join(lines)
 
 
@@ -60,6 +110,7 @@ def start_from(
     *,
     without: str | None = None,
     noise: float = 0.0,
+    classes: Classes | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StartReport:
     """Fills a model in place with the weights at `location` that fit, as `moe.adapt.plan_transfer` decides;
@@ -72,6 +123,7 @@ def start_from(
         or a `SUFFIX` file.
     without: tensors whose names begin with this stay as initialised though they fit.
     noise: a copy of an MLP is added to this times what the expert was initialised with.
+    classes: of a classifier; outputs are taken over by name. None: by number, and all or none.
 
     Raises:
         UsageError: if nothing fits, tensors that fit have another dtype, or the folder or file is damaged.
@@ -79,7 +131,7 @@ def start_from(
     """
     with open_weights(location, group) as source:
         here: dict[str, Tensor] = get_model_state_dict(model)  # pyright: ignore[reportAssignmentType]
-        report = _compare(source, here, without, model.config.starts_from)
+        report = _compare(source, here, without, model.config, classes)
         transfer, there = report.transfer, source.reader.tensors()
         whole = {
             conversion.source: torch.empty_like(there[conversion.source], device="cpu")
@@ -88,7 +140,8 @@ def start_from(
         fill({name: here[name] for name in transfer.copied} | whole, source.reader, group)
     for name, conversion in transfer.converted.items():
         kept = noise if is_expert(name) and not is_expert(conversion.source) else 0.0
-        fill_part(here[name], conversion.of(whole[conversion.source]), kept)
+        made = conversion.of(whole[conversion.source])
+        fill_part(here[name], _keeping(made, conversion.new, here[name]), kept)
     return report
 
 
@@ -117,27 +170,42 @@ def load_moments(
                 shape = there[key].shape if name.startswith(prefix) and key in there else None
                 if conversion and shape in ((), there[source].shape):  # a factored state has another
                     whole[key] = torch.empty_like(there[key], device="cpu")
-                    made.append((tensor, key, conversion.of if shape else torch.clone))
+                    made.append((tensor, key, conversion if shape else None))
                 elif param in transfer.copied and shape == tensor.shape:
                     same[key] = tensor
             fill(same | whole, reader, group)
     if not same:
         raise UsageError(f"{location} holds no state of the optimiser that this run has")
-    for tensor, key, of in made:
-        fill_part(tensor, of(whole[key]))
+    for tensor, key, conversion in made:
+        state = whole[key]
+        fill_part(tensor, _keeping(conversion.of(state), conversion.new, tensor) if conversion else state)
     set_moments(model, optimizer, wanted)
 
 
-def start_report(config: ModelConfig, location: str, *, without: str | None = None) -> StartReport:
+def start_report(
+    config: ModelConfig, location: str, *, without: str | None = None, classes: Classes | None = None
+) -> StartReport:
     """Returns the report of `start_from` for such a model, without reading tensors. Raises as it does."""
     with torch.device("meta"):
         model = config.build(seed=None)
     with open_weights(location) as source:
-        return _compare(source, model.state_dict(), without, config.starts_from)
+        return _compare(source, model.state_dict(), without, config, classes)
+
+
+def _keeping(made: Tensor, rows: Sequence[int], target: Tensor) -> Tensor:
+    """Returns a whole tensor with these rows of the target, which may be sharded."""
+    if not rows:
+        return made
+    whole = target.full_tensor() if isinstance(target, DTensor) else target
+    return made.index_copy(0, torch.tensor(rows), whole.detach()[list(rows)].to(made))
 
 
 def _compare(
-    source: WeightsSource, model: Mapping[str, Tensor], without: str | None, below: str
+    source: WeightsSource,
+    model: Mapping[str, Tensor],
+    without: str | None,
+    config: ModelConfig,
+    classes: Classes | None,
 ) -> StartReport:
     """Raises UsageError if nothing fits, or tensors that fit have another dtype."""
     saved = source.reader.tensors()
@@ -145,7 +213,9 @@ def _compare(
     transfer = plan_transfer(
         shapes_of({name: tensor for name, tensor in saved.items() if name not in excluded}),
         shapes_of({name: tensor for name, tensor in model.items() if name not in excluded}),
-        below,
+        config.starts_from,
+        config.head,
+        classes.rows(config.num_classes) if classes else None,
     )
     initial = {**transfer.initial, **dict.fromkeys(excluded, "new, as asked")}
     transfer = replace(transfer, initial=initial)
@@ -165,7 +235,20 @@ def _compare(
             f" file *{SUFFIX}"
         )
     numbers = sum(model[name].numel() for name in origins)
-    return StartReport(source=source.location, step=source.step, transfer=transfer, numbers=numbers)
+    of_head = [name for name in (*origins, *transfer.initial) if name.startswith(f"{config.head}.")]
+    compared = any(name in saved and name not in excluded for name in of_head)
+    return StartReport(
+        source=source.location,
+        step=source.step,
+        transfer=transfer,
+        numbers=numbers,
+        classes=classes if compared else None,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns the first names and the number of all: ``3 (cat, dog, owl)``."""
+    return f"{len(names)} ({', '.join(names[:3])}{', ..' if len(names) > 3 else ''})"
 
 
 def _abridged(names: Iterable[str]) -> str:

@@ -247,7 +247,7 @@ def write_export(
         card = model_card(run, signature, metrics=metrics or {}, metadata=more, source=source)
         storage.write_bytes(f"{out}/{CARD}", card.encode())
         if signature.image_size:
-            beside = json.dumps(preprocessor(signature), indent=1)
+            beside = json.dumps(preprocessor(signature.image_size, run.data), indent=1)
             storage.write_bytes(f"{out}/{PREPROCESSOR}", beside.encode())
         storage.write_bytes(config, json.dumps(content, indent=1).encode())
 
@@ -270,6 +270,7 @@ def signature_of(
         resize=data.eval_resize,
         crop=data.eval_crop,
         interpolation=data.eval_interpolation,
+        pixels=data.eval_pixels,
         background=preparation.background,
         white=preparation.white,
         output=run.task.output,

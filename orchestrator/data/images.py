@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import ExifTags, Image, UnidentifiedImageError, features
+from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
@@ -26,6 +26,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from moe.signature import Signature
 from orchestrator.data.augment import color_jitter, erase, randaugment, three_augment
+from orchestrator.data.undecodable import undecodable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000")
 IMAGE_FILES = re.compile(
@@ -41,34 +42,6 @@ JPEG_PIXELS_PER_BYTE = 512
 PNG_DEPTH = 24  # the byte of a PNG that has the bits of a sample
 TIFF_BITS = 258  # the tag of TIFF that has them
 FLIPS = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}  # EXIF orientation -> dims of (3, H, W)
-
-SHOWN = 80  # characters of bytes that are no image
-# Formats that Pillow may be built without -> how they begin, and the name of Pillow's feature.
-OPTIONAL = {
-    "AVIF": (rb".{4}ftyp(?:avi[fs]|(?:mif1|msf1).{0,60}avi[fs])", "avif"),
-    "JPEG 2000": (rb"\0\0\0\x0cjP  \r\n|\xff\x4f\xff\x51", "jpg_2000"),
-    "WebP": (rb"RIFF.{4}WEBP", "webp"),
-}
-# How other bytes begin -> what they are, and what to do.
-OTHERS = {
-    rb"version https://git-lfs": 'a Git LFS pointer: "git lfs pull" fetches the image',
-    rb"\s*(?:<[?!][^>]*>\s*)*<(?:!doctype html|html|head|body)\b": "an HTML page in place of an image",
-    rb"\s*(?:<[?!].*)?<svg[\s>]": "an SVG drawing: make a PNG of it",
-    rb"\s*<[?!\w]": "XML, perhaps what a server said: {begin}",
-    rb"\s*[\[{]\s*[\"\[\]{}]": "JSON, perhaps what a server said: {begin}",
-    rb"data:image/": "a data URL: decode the base64 behind its comma",
-    rb"(?:/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{8}": "base64 text: decode it",
-    rb"\x1f\x8b": "compressed by gzip: unpack it",
-    rb"BZh\d|\xfd7zXZ\0|\x28\xb5\x2f\xfd": "compressed by bzip2, xz or zstd: unpack it",
-    rb"PK\x03\x04": "a zip archive: unpack it",
-    rb".{128}DICM": "DICOM: make a PNG of it",
-    rb".{4}ftyp(?:hei[cmxs]|hev[cmxs]|mif1|msf1)": "HEIC: make a JPEG or PNG of it",
-    rb".{4}ftyp": "a video",
-    rb"\xff\x0a|\0\0\0\x0cJXL ": "JPEG XL: make a JPEG or PNG of it",
-    rb"%PDF-": "a PDF: make a PNG of it",
-    rb"8BPS": "a Photoshop file: make a PNG of it",
-    rb"\x93NUMPY": "an array of numpy: make a PNG of it",
-}
 
 # Why Pillow cannot identify an image, which BadImage says.
 warnings.filterwarnings("ignore", "image file could not be identified because")
@@ -188,6 +161,7 @@ class Transform:
     eval_resize: Literal["shorter", "square"] = "shorter"
     eval_crop: float = 0.875
     eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    eval_pixels: Literal["whole", "timm", "transformers", "parts"] = "parts"
     randaugment: int = 0
     randaugment_magnitude: int = 10
     three_augment: bool = False
@@ -202,6 +176,7 @@ class Transform:
             eval_resize=signature.resize,
             eval_crop=signature.crop,
             eval_interpolation=signature.interpolation,
+            eval_pixels=signature.pixels,
         )
 
     def __call__(self, encoded: bytes, key: str = "") -> Tensor:
@@ -221,16 +196,38 @@ class Transform:
 
     def central(self, encoded: bytes) -> Tensor:
         """Returns what resizing to size / eval_crop and cropping the middle keeps: an image before the random
-        operations of all but random crops.
+        operations of all but random crops. What would be too large when resized is cropped first.
         """
         picture, size = Picture(encoded), self.size
         height, width = picture.height, picture.width
-        if height == width == size:
+        if height == width == size and self.eval_pixels in ("whole", "parts"):
             return picture.pixels()
+        short = resized_side(size, self.eval_crop, self.eval_pixels)
+        shorter = min(height, width) if self.eval_resize == "shorter" else 0
+        h, w = (int(short * side / shorter) if shorter else short for side in (height, width))
+        if self.eval_pixels != "parts" and h * w <= MAX_PIXELS:
+            return self._middle(picture, h, w)
         sides = (height, width) if self.eval_resize == "square" else [min(height, width)] * 2
         h, w = (max(1, round(side * self.eval_crop)) for side in sides)
         middle = Box((height - h) // 2, (width - w) // 2, h, w)
         return _cropped(picture, middle, size, self.eval_interpolation)
+
+    def _middle(self, picture: Picture, h: int, w: int) -> Tensor:
+        """Resizes to (h, w) as the library of `eval_pixels`, and crops whole pixels of that."""
+        size, way = self.size, InterpolationMode(self.eval_interpolation)
+        scale = (
+            picture.scale(min(picture.height / h, picture.width / w)) if self.eval_pixels == "whole" else 1
+        )
+        image = picture.pixels(scale)
+        if self.eval_pixels == "timm":
+            pillow = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+            resized = tv.resize(pillow, [h, w], way)  # pyright: ignore[reportArgumentType]
+            image = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+        else:
+            image = tv.resize(image[None], [h, w], way, antialias=True)[0]
+        # torchvision, and so timm, rounds halves to even numbers; transformers cuts them off.
+        cut = int if self.eval_pixels == "transformers" else round
+        return tv.crop(image, cut((h - size) / 2), cut((w - size) / 2), size, size)
 
     def vary(self, image: Tensor, key: str) -> Tensor:
         """Returns `image`, a result of `central`, after the random operations of `key`."""
@@ -256,6 +253,11 @@ class Transform:
         if self.color_jitter:
             image = color_jitter(image, self.color_jitter, rng)
         return erase(image, rng) if self.random_erasing > rng.random() else image
+
+
+def resized_side(size: int, crop: float, pixels: str) -> int:
+    """Returns the side whose middle `size` are cropped. transformers states it, timm rounds down."""
+    return round(size / crop) if pixels == "transformers" else math.floor(size / crop)
 
 
 def inception_box(height: int, width: int, rng: Random) -> Box:
@@ -320,27 +322,13 @@ def damage_as_bad_image(encoded: bytes) -> Iterator[None]:
     except BadImage:
         raise
     except Exception as error:  # decoders raise nearly anything for damaged files
-        if known := _not_decoded(encoded):
+        if known := undecodable(encoded):
             raise BadImage(known) from None
         if isinstance(error, UnidentifiedImageError):
             raise BadImage(f"not an image of a known format ({', '.join(FORMATS)})") from None
         lines = str(error).splitlines() or [""]
         reason = re.sub(r".*\.cpp:\d+, ", "", lines[0])  # torchvision's build path
         raise BadImage(f"{type(error).__name__}: {reason}") from None
-
-
-def _not_decoded(encoded: bytes) -> str:
-    """Returns what the bytes are, if no decoder is for them, else an empty text."""
-    begin = encoded[:1024].removeprefix(b"\xef\xbb\xbf")
-    for name, (start, feature) in OPTIONAL.items():
-        if re.match(start, begin, re.DOTALL):
-            hint = f"{name}, which this Pillow cannot decode: install one with its feature {feature}"
-            return "" if features.check(feature) else hint
-    for start, what in OTHERS.items():
-        if re.match(start, begin, re.DOTALL | re.IGNORECASE):
-            shown = " ".join(begin.decode(errors="replace").split())[:SHOWN]
-            return f"not an image that is decoded, but {what.format(begin=shown)}"
-    return ""
 
 
 def _check_size(image: ImageFile, size: int) -> None:

@@ -36,6 +36,7 @@ from orchestrator.data.stream import Split, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.points import point_name
 from orchestrator.evaluation.sharded import Sharding
+from orchestrator.evaluation.spellings import relabelled
 from orchestrator.tasks import TaskConfig
 from orchestrator.tasks.base import Heads
 from orchestrator.threads import one_thread
@@ -152,8 +153,7 @@ def evaluate_at(
             raise UsageError(str(error)) from None
         for point_scores, heads in zip(scores, at_points, strict=True):
             point_scores.add(heads, batch, beside)
-    scores = [point_scores.of_all_ranks() for point_scores in scores]
-    return scores
+    return [point_scores.of_all_ranks() for point_scores in scores]
 
 
 def on_this_rank(point: RoutingOverrides, model: Model, images: int) -> RoutingOverrides:
@@ -229,7 +229,7 @@ def device_name(device: torch.device) -> str:
 @dataclass(frozen=True, kw_only=True)
 class EvalTask:
     """A model, and the operating points and images to evaluate it with. `results` is a folder or a URI that
-    all nodes see, where results are stored. Without `sharding` one process holds the model.
+    all nodes see, for results. Without `sharding` one process holds the model. `outputs`: see `relabelled`.
     """
 
     model: ModelRef
@@ -239,6 +239,7 @@ class EvalTask:
     batch_size: int
     results: str
     sharding: Sharding | None = None
+    outputs: tuple[int, ...] | None = None
 
     def key(self, weights: str) -> str:
         """A digest that equal tasks on equal weights and images have in common."""
@@ -250,13 +251,15 @@ class EvalTask:
             **self.model.run.data.eval_settings(),
             "split": self.split,
             "batch_size": self.batch_size,
+            "outputs": self.outputs,
         }
         if self.sharding and self.sharding.dtype != "float32":
             task["dtype"] = self.sharding.dtype
         return hashlib.sha256(json.dumps(task, sort_keys=True).encode()).hexdigest()[:32]
 
     def images(self) -> Iterator[Batch]:
-        return images_of(self.model, path=self.path, split=self.split, batch_size=self.batch_size)
+        images = images_of(self.model, path=self.path, split=self.split, batch_size=self.batch_size)
+        return relabelled(images, self.outputs)
 
     def on_model(self, function: Callable[..., T], **arguments: Any) -> T:
         """Returns ``function(model, task, ..)``, as `on_model`."""

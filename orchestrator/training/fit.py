@@ -20,9 +20,11 @@ from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from moe.model import begins_so
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint.models import classes_at_start
 from orchestrator.checkpoint.start import start_report
 from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
@@ -93,13 +95,15 @@ def check_start(run: RunConfig) -> None:
     """
     if manifests.steps(RunDir.of(run).checkpoints):
         return
+    frozen = f"{run.name}: train.freeze={list(run.train.freeze)} would keep"
     if run.train.init_from:
-        start_report(run.model, run.train.init_from, without=run.train.init_without)
+        without, classes = run.train.init_without, classes_at_start(run)
+        started = start_report(run.model, run.train.init_from, without=without, classes=classes)
+        head, new = f"{run.model.head}.", started.transfer.initial if started.classes else ()
+        if heads := [n for n in new if n.startswith(head) and begins_so(n, run.train.freeze)]:
+            raise UsageError(f"{frozen} {heads[0]} of {started.classes}")
     elif run.train.freeze and not run.train.trunk:
-        raise UsageError(
-            f"{run.name}: train.freeze={list(run.train.freeze)} would keep random weights: begin from trained"
-            " ones (train.init_from)"
-        )
+        raise UsageError(f"{frozen} random weights: begin from trained ones (train.init_from)")
 
 
 def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: int | None = None) -> Result:

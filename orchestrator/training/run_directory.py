@@ -279,6 +279,7 @@ def acquire_run_dir(
     if not (previous or saved):
         check_resumable(directory, mode)
     changes: dict[str, tuple[Any, Any]] = {}
+    before = run
     for there in filter(None, (previous, saved)):
         try:
             before = read_config(RunConfig, there.config)  # a field that an old config lacks had its default
@@ -293,7 +294,7 @@ def acquire_run_dir(
         changes[DATA] = previous.data_digest, data_digest
     if changes:
         if mode != "auto" or _trained(directory):
-            raise_changed(directory, changes, run.data.path)
+            raise_changed(directory, changes, run.data.path, _ways_to_go_on(own, before, changes))
         for name in storage.names(directory):
             if name != LOCK:
                 storage.delete(storage.join(directory, name))
@@ -330,8 +331,12 @@ def check_resumable(directory: str, mode: StartMode) -> None:
         raise UsageError(f"nothing to resume at {directory}; leave out `mode=resume` to start")
 
 
-def raise_changed(directory: str, changes: Mapping[str, tuple[Any, Any]], data: str) -> NoReturn:
-    """Raises a UsageError that names the changed fields, given as name -> (before, now)."""
+def raise_changed(
+    directory: str, changes: Mapping[str, tuple[Any, Any]], data: str, instead: str = ""
+) -> NoReturn:
+    """Raises a UsageError that names the changed fields, given as name -> (before, now), and what to do
+    `instead`.
+    """
     if DATA in changes and "data.path" not in changes:
         raise UsageError(
             f"the data at {data} changed since {directory} was started: use another `name`, or `mode=fresh`"
@@ -343,7 +348,30 @@ def raise_changed(directory: str, changes: Mapping[str, tuple[Any, Any]], data: 
     listed = "; ".join("{}: {!r} -> {!r}".format(name, *shown[name]) for name in first)
     raise UsageError(
         f"{directory} was started with another config ({listed}); give the old values, use another `name`, or"
-        " `mode=fresh` to start over"
+        f" `mode=fresh` to start over{instead}"
+    )
+
+
+def _ways_to_go_on(own: RunDir, before: RunConfig, changes: Mapping[str, Any]) -> str:
+    """Says how another run goes on where this one ended, if it would only be longer or have another rate."""
+    if not changes or not {*changes} <= {"train.steps", "train.lr"}:
+        return ""
+    schedule, steps = before.train.schedule, before.train.steps
+    warmup, cooldown = schedule.phases(steps)
+    text = (
+        ". To go on with what it has learned, give another `name` and train.init_from"
+        f"={own.checkpoints} train.init_optimizer=true train.schedule.warmup_steps=0"
+    )
+    if "train.lr" in changes or schedule.knows_end:
+        return text
+    falls = steps - cooldown
+    early = [step for step in manifests.steps(own.checkpoints) if step <= falls]
+    if not early:
+        return f"{text}; no checkpoint is left to branch from, of before its cooldown at step {falls}"
+    trunk = manifests.folder_of(own.checkpoints, max(early))
+    return (
+        f"{text}; or branch from step {max(early)}, before its cooldown: train.trunk={trunk}"
+        f" train.schedule.warmup_steps={warmup}"
     )
 
 

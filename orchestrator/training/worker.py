@@ -18,7 +18,8 @@ from moe.model import Model
 from moe.parallel import build_sharded, build_whole, make_mesh, set_weights
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import Checkpoints
-from orchestrator.checkpoint.models import read_model
+from orchestrator.checkpoint.manifest import on_first_rank
+from orchestrator.checkpoint.models import classes_at_start, read_model
 from orchestrator.checkpoint.start import StartReport, load_moments, start_from
 from orchestrator.checkpoint.statistics import inputs_for_statistics
 from orchestrator.checkpoint.weights import signature_of_run
@@ -142,17 +143,20 @@ class Worker:
                 run.train.init_from,
                 without=run.train.init_without,
                 noise=run.train.init_noise,
+                classes=on_first_rank(lambda: classes_at_start(run), group),
                 group=group,
             )
             if run.train.init_optimizer:
                 load_moments(*state, started, group)
             log.info("%s %s", run.name, started)
+            if started.classes and None in (started.classes.here, started.classes.there):
+                log.warning("%s: %s", run.name, started.classes)
             return 0, Progress(), self._first_losses(started)
         return 0, Progress(), {}
 
     def _first_losses(self, started: StartReport) -> Metrics:
         """Returns the losses of the model and of the one whose weights it took over, on the first batch of
-        evaluation; nothing if that had other classes or images, or its config is unknown.
+        evaluation; nothing unless that had the same classes, in this order, and images of this size.
         """
         run = self.run
         try:
@@ -160,7 +164,8 @@ class Worker:
         except UsageError:
             return {}
         alike = source.run.model.image_size == run.model.image_size and source.run.task == run.task
-        if f"{run.model.head}.weight" not in started.transfer.copied or not alike:
+        same = not run.task.classifies or (started.classes is not None and started.classes.are_same)
+        if f"{run.model.head}.weight" not in started.transfer.copied or not (alike and same):
             return {}
         found = {}
         for name, model in (("init/loss", self.model), ("init/loss_source", source.load(self.device))):

@@ -42,6 +42,7 @@ def in_files(root: Path) -> dict[str, Place]:
             "eval_resize": Case(ALL, "read:val"),
             "eval_crop": Case(0.5, "read:val"),
             "eval_interpolation": Case(ALL, "read:val"),
+            "eval_pixels": Case(ALL, "read:val", {"data.eval_crop": 0.7}),
             "randaugment": 2,
             "randaugment_magnitude": Case(30, given={"data.randaugment": 4}),
             "three_augment": True,

@@ -200,6 +200,7 @@ def _as_exported(facts: Facts, opened: ForeignWeights) -> Facts:
         "eval_resize": known.resize,
         "eval_crop": known.crop,
         "eval_interpolation": known.interpolation,
+        "eval_pixels": known.pixels,
     }
     return replace(facts, preparation=preparation, output=output, evaluation=evaluation)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch.nn.functional as F
 
 from moe.models.vit import ViTConfig
-from moe.signature import Signature
+from moe.signature import SIGNATURE, Signature
 from orchestrator.checkpoint.foreign.kind import Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
 from orchestrator.checkpoint.foreign.preprocessor import Preprocessing, read_preprocessor
@@ -112,7 +112,7 @@ COMMON = {
     ),
     *("top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
     *("encoder_no_repeat_ngram_size", "num_return_sequences", "do_sample", "early_stopping", "output_scores"),
-    *("return_dict_in_generate", "remove_invalid_values"),
+    *("return_dict_in_generate", "remove_invalid_values", SIGNATURE),
 }
 VIT_FIELDS = {"qkv_bias", "encoder_stride", "pooler_act", "pooler_output_size"}
 KNOWN = {
@@ -255,6 +255,7 @@ def _preprocessing(opened: ForeignWeights, kind: str) -> Preprocessing:
     evaluation["eval_interpolation"] = "bicubic" if "siglip" in kind else "bilinear"
     if kind == "dinov2":
         evaluation = {"eval_resize": "shorter", "eval_crop": 224 / 256, "eval_interpolation": "bicubic"}
+    evaluation["eval_pixels"] = "transformers"
     said = f"{evaluation['eval_resize']}, crop {evaluation['eval_crop']}, {evaluation['eval_interpolation']}"
     return Preprocessing(evaluation=evaluation, assumed=(f"no preprocessor_config.json: {said}",))
 

@@ -61,7 +61,7 @@ def write_foreign(out: str, folder: ForeignFolder, model: ModelRef, *, fresh: bo
     Path(out, CONFIG).unlink(missing_ok=True)  # it must never describe other weights
     write_file(f"{out}/{WEIGHTS}", foreign_tensors(folder, tensors, config), {"format": "pt"})
     content = {**folder.config, SIGNATURE: to_dict(model.signature)}
-    about = {PREPROCESSOR: preprocessor(model.signature), CONFIG: content}
+    about = {PREPROCESSOR: preprocessor(config.image_size, model.run.data), CONFIG: content}
     for name, content in about.items():
         storage.write_bytes(f"{out}/{name}", json.dumps(content, indent=2).encode())
 

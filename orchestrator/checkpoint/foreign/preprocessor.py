@@ -86,6 +86,7 @@ def read_preprocessor(found: Mapping[str, Any]) -> Preprocessing:
         "eval_resize": "shorter" if shorter else "square",
         "eval_crop": side / whole if whole and side else 1.0,
         "eval_interpolation": RESAMPLES.get(resample, "bilinear"),
+        "eval_pixels": "transformers",
     }
     return Preprocessing(mean=mean, std=std, evaluation=evaluation, assumed=tuple(assumed), side=side)
 

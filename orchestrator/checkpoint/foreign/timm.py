@@ -128,8 +128,9 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         ),
         evaluation={
             "eval_resize": "square" if squash else "shorter",
-            "eval_crop": pretrained.get("crop_pct", 0.9),
+            "eval_crop": pretrained.get("crop_pct", 1.0 if squash else 0.9),
             "eval_interpolation": "bilinear" if pretrained.get("interpolation") == "bilinear" else "bicubic",
+            "eval_pixels": "timm",
         },
         classes=config.get("label_names"),
         sizes=sizes,

@@ -41,7 +41,11 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         mean=None,
         std=None,
         resize=lambda image, new: F.interpolate(image, size=(new, new), mode="bicubic", align_corners=True),
-        evaluation={"eval_crop": crop, "eval_interpolation": "bicubic" if large else "bilinear"},
+        evaluation={
+            "eval_crop": crop,
+            "eval_interpolation": "bicubic" if large else "bilinear",
+            "eval_pixels": "timm",  # which takes resize and crop from torchvision
+        },
         assumed=(f"resize and crop of its size: {crop:.3f}, {'bicubic' if large else 'bilinear'}",),
     )
     return theirs, NAMES, facts

@@ -11,14 +11,13 @@ import torch
 from moe.load import load
 from moe.model import Model
 from moe.presets import preset
-from moe.signature import Signature
 from orchestrator.checkpoint.card import preprocessor
 from orchestrator.checkpoint.foreign import foreign_folder, plan_import, write_import
 from orchestrator.checkpoint.foreign.outward import write_foreign
 from orchestrator.checkpoint.models import read_model
 from orchestrator.checkpoint.weights import write_export
 from orchestrator.codec import override, to_dict
-from orchestrator.config import RunConfig
+from orchestrator.config import DataConfig, RunConfig
 from orchestrator.errors import UsageError
 from tests.parts import library
 
@@ -216,7 +215,8 @@ def test_an_export_is_not_replaced(tmp_path: Path) -> None:
 def test_the_preprocessor(
     resize: Any, crop: float, size: dict[str, int], crops: bool, tmp_path: Path
 ) -> None:
-    content = preprocessor(Signature(image_size=224, resize=resize, crop=crop, interpolation="bicubic"))
+    data = DataConfig(eval_resize=resize, eval_crop=crop, eval_interpolation="bicubic")
+    content = preprocessor(224, data)
     assert (content["size"], content["do_center_crop"], content["resample"]) == (size, crops, 3)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
     auto = library("transformers").AutoImageProcessor.from_pretrained(str(tmp_path))

@@ -3,8 +3,9 @@
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import mlflow.pyfunc
 import numpy as np
@@ -14,13 +15,13 @@ import torch
 from PIL import Image
 
 from moe import load_signature
-from moe.signature import read_signature
+from moe.signature import Signature, read_signature
 from orchestrator.checkpoint import graphs
 from orchestrator.checkpoint.foreign import foreign_folder, plan_import, write_import
 from orchestrator.checkpoint.foreign.outward import write_foreign
 from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import signature_of, write_export
-from orchestrator.codec import override
+from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import Transform
@@ -40,6 +41,7 @@ PICTURES = {
     "12 bits": encoded(Image.fromarray(RNG.integers(1400, 2700, (20, 31), np.uint16))),
     "grey with alpha": encoded(Image.fromarray(GLASS[..., :2])),
 }
+WAYS = get_args(get_type_hints(Signature)["pixels"])
 RUN = override(
     RunConfig(),
     {
@@ -102,11 +104,12 @@ def test_graphs_have_it(signed: ModelRef, tmp_path: Path) -> None:
     page = Path(__file__).parents[3].joinpath("docs/signature.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(code.replace("model.onnx", str(tmp_path / "a.onnx")), reader)
-    transform = Transform.of(SIGNED)
-    for name, image in PICTURES.items():
-        pixels = normalize(transform(signed.preparation.prepare(image)))
+    for way, resize, (name, image) in product(WAYS, ("shorter", "square"), PICTURES.items()):
+        reader["signature"] = to_dict(here := replace(SIGNED, pixels=way, resize=resize))
+        pixels = normalize(Transform.of(here)(signed.preparation.prepare(image)))
         # A level of 255 where two libraries round otherwise.
-        assert np.abs(reader["model_input"](image) - pixels[None].numpy()).max() < 1.01 * 2 / 255, name
+        off = np.abs(reader["model_input"](image) - pixels[None].numpy()).max()
+        assert off < 1.01 * 2 / 255, (way, resize, name)
         logits = model(pixels[None]).logits[0]
         assert reader["probabilities"](image) == pytest.approx(logits.sigmoid().detach().numpy(), abs=0.01)
 
