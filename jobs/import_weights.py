@@ -2,9 +2,9 @@
 
 python jobs/import_weights.py vit_base_patch16_224.augreg/ --out augreg-b16     a folder of timm
 python jobs/import_weights.py dinov2-small/ --out dinov2-s14                    a folder of transformers
-python jobs/import_weights.py vit_b_16.pth --out tv-b16                         a state dict of torchvision
+python jobs/import_weights.py vit_b_16.pth --out tv-b16 --mean imagenet         a state dict of torchvision
 python jobs/import_weights.py B_16.npz --out b16 --set model.image_size=384     big_vision or AugReg
-python jobs/import_weights.py dino_deitsmall16.pth --out dino --mean imagenet --set model.heads=6
+python jobs/import_weights.py dino.pth --out dino --mean imagenet --set model.heads=6    with timm's names
 python jobs/import_weights.py vmoe_s32/ckpt --out vmoe-s32                      V-MoE: the part before .index
 
 The kind is recognised from the content. Every tensor is accounted for before any is read. The folder is a

@@ -279,8 +279,8 @@ def _check_said(planned: Import) -> None:
     if planned.facts.normalisation is None:
         raise UsageError(
             f"{planned.opened.location} does not say by which mean and std pixels were normalised: set"
-            " `data.mean` to imagenet (which DeiT, MAE, DINO, DINOv2 and torchvision have), to half (most ViT"
-            " and SigLIP), or to three numbers beside those of `data.std`"
+            " `data.mean` to imagenet (which DeiT, MAE, DINO, DINOv2 and torchvision have), to half (Google's"
+            " ViT and SigLIP), or to three numbers beside those of `data.std`"
         )
 
 

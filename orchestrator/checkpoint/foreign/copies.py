@@ -77,7 +77,7 @@ def pick(
         places = [f"{place} ({count} tensors)" if count > 1 else place for place, count in beside.items()]
         notes.append(f"left out beside it: {shortened(places)}")
     if any(re.search(r"(^|[./_])te?xt", place) for place in beside):
-        notes.append("it is the image tower of two: a head, if it has one, gives embeddings and no classes")
+        notes.append("the text tower is left out: a head, if the image tower has one, gives embeddings")
     if counters:
         notes.append(f"counters left out: {shortened(counters)}")
     return found[prefix], picked, notes

@@ -48,7 +48,7 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
             image.flatten(2)[0].T, image.shape[-1], new, class_token=False
         ).T.view(1, -1, new, new),
         evaluation=evaluation,
-        assumed=("mean and std of 0.5, and the resize below, are those of its library's configs",),
+        assumed=("its library's configs have a mean and std of 0.5, and this resize",),
     )
     return (
         {_dotted(name): _as_torch(name, lazy) for name, lazy in theirs.items()},

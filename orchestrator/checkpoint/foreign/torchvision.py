@@ -35,8 +35,13 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
     # SWAG's weights were fine-tuned at 384 pixels and more.
     large = rows > (14**2 if patch != 14 else 16**2) + 1
     crop = 1.0 if large else 224 / 242 if width == 1024 and patch == 16 else 224 / 256
+    heads, assumed = HEADS.get(width), []
+    if heads:
+        assumed.append(f"{heads} heads, as torchvision's models of width {width} have them")
+    assumed.append(f"resize and crop of its size: {crop:.3f}, {'bicubic' if large else 'bilinear'}")
     facts = Facts(
-        heads=HEADS.get(width),
+        heads=heads,
+        heads_stated=False,
         gelu="exact",
         mean=None,
         std=None,
@@ -46,7 +51,7 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
             "eval_interpolation": "bicubic" if large else "bilinear",
             "eval_pixels": "timm",  # which takes resize and crop from torchvision
         },
-        assumed=(f"resize and crop of its size: {crop:.3f}, {'bicubic' if large else 'bilinear'}",),
+        assumed=tuple(assumed),
     )
     return theirs, NAMES, facts
 

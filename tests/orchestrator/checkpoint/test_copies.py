@@ -95,7 +95,7 @@ SAVED: dict[str, tuple[Callable[[State], Any], tuple[str, ...]]] = {
             "text.ln.weight": torch.ones(2),
             "logit_scale": torch.ones(()),
         },
-        ("the model at 'visual.trunk'", "beside it: text, logit_scale", "the image tower of two"),
+        ("the model at 'visual.trunk'", "beside it: text, logit_scale", "the text tower is left out"),
     ),
 }
 
@@ -201,7 +201,7 @@ def test_two_towers_and_optimisers_of_jax(tmp_path: Path) -> None:
     towers |= {"params/txt/Embed_0/embedding": np.ones((5, 8), np.float32)}
     towers |= {"params/t": np.ones(1, np.float32), "params/b": np.ones(1, np.float32)}
     for case, saved, words in (
-        ("towers", {**towers, **counters}, ("params/txt, params/t, params/b", "the image tower of two")),
+        ("towers", {**towers, **counters}, ("params/txt, params/t, params/b", "the text tower is left out")),
         ("training", {**arrays, **moments, **counters}, ("beside it: opt", "counters left out: step")),
     ):
         np.savez(tmp_path / case, **saved)
