@@ -49,7 +49,6 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device
 from orchestrator.evaluation.image_text import ClassNames
 from orchestrator.evaluation.sharded import Sharding
-from orchestrator.tasks import ClassificationConfig
 from orchestrator.tasks.classification import TOP
 from orchestrator.threads import CORES
 from orchestrator.training.resources import most_resources
@@ -198,8 +197,7 @@ class Predictor:
         self.preparation = preparation or model.preparation
         self.device = default_device()
         self.shared = shared is not None
-        # Names of classes as texts are compared by the softmax of their similarities.
-        self.task = model.run.task if names is None else ClassificationConfig()
+        self.task = model.run.task
         loaded = shared or model.load(self.device)
         self.model = loaded if names is None else ZeroShot(loaded, names.classes, names.templates).eval()
         was = model.run.data

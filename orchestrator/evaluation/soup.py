@@ -24,7 +24,8 @@ from orchestrator.codec import flat, to_dict
 from orchestrator.data.batch import Batch
 from orchestrator.data.preparation import Preparation
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.evaluate import default_device, evaluate_at
+from orchestrator.evaluation.evaluate import default_device
+from orchestrator.evaluation.scores import evaluate_at
 
 T = TypeVar("T")
 

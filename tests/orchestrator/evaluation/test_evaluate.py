@@ -20,10 +20,9 @@ from orchestrator.evaluation.evaluate import (
     WARM_UP,
     EvalTask,
     Latency,
-    Scores,
-    evaluate_at,
     latencies,
 )
+from orchestrator.evaluation.scores import Scores, evaluate_at
 from orchestrator.evaluation.sharded import Sharding
 from orchestrator.tasks import ClassificationConfig
 from tests.orchestrator.training.batches import make_batch, with_fields
