@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import ray
@@ -33,6 +33,7 @@ from orchestrator.data.batch import Batch, normalize
 from orchestrator.data.fields import Field
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import Split, in_order, in_process, prefetched
+from orchestrator.evaluation.answers import AnswerFigures, KeptAnswers
 from orchestrator.evaluation.points import point_name
 from orchestrator.evaluation.scores import Scores, evaluate_at, on_this_rank
 from orchestrator.evaluation.sharded import Sharding
@@ -178,13 +179,26 @@ class EvalTask:
         return on_model(self.model, call, self.sharding, batch_size=self.batch_size)
 
 
-def figures(model: Model, task: EvalTask, repeats: int) -> tuple[list[Scores], Latency, dict[str, float]]:
-    """Returns the scores at each point; the time, and the task's further figures, at the first."""
+class Figures(NamedTuple):
+    """The scores at each point; and at the first the time, the figures of all answers, none if the task does
+    not classify, and the task's further figures.
+    """
+
+    scores: list[Scores]
+    latency: Latency
+    answers: AnswerFigures
+    further: dict[str, float]
+
+
+def figures(model: Model, task: EvalTask, repeats: int) -> Figures:
+    """Returns the figures of a model. All ranks call it together."""
     kind, point = task.model.run.task, task.points[0]
-    scores = evaluate_at(model, kind, task.images(), task.points)
+    answers = KeptAnswers(kind, images=open_manifest(task.path).rows(task.split))
+    scores = evaluate_at(model, kind, task.images(), task.points, also=answers.add)
     batch = next(task.images())
     (latency,) = latencies(model, timed_inputs(kind, batch), [point], repeats=repeats)
-    return scores, latency, kind.of_model(model, batch, on_this_rank(point, model, len(batch)))
+    further = kind.of_model(model, batch, on_this_rank(point, model, len(batch)))
+    return Figures(scores, latency, answers.figures(), further)
 
 
 def evaluate_all(tasks: Sequence[EvalTask]) -> Iterator[tuple[EvalTask, list[Row]]]:

@@ -1,6 +1,6 @@
 """The scores of a model at one or many operating points, in one pass over the images."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,9 +75,10 @@ def evaluate_at(
     task: TaskConfig,
     batches: Iterable[Batch],
     points: Sequence[RoutingOverrides] = (AS_TRAINED,),
+    also: Callable[[Heads, Batch], None] = lambda heads, batch: None,
 ) -> list[Scores]:
     """The scores at each operating point, in one pass over the images that computes shared parts once. All
-    ranks call it together, and have the same scores.
+    ranks call it together, and have the same scores. `also` gets the heads of each batch at the first point.
 
     Raises:
         UsageError: if the task refuses the images, the model has no such routing, none of the images can be
@@ -92,6 +93,7 @@ def evaluate_at(
             raise UsageError(str(error)) from None
         for point_scores, heads in zip(scores, at_points, strict=True):
             point_scores.add(heads, batch, beside)
+        also(at_points[0], batch)
     return [point_scores.of_all_ranks() for point_scores in scores]
 
 
