@@ -30,7 +30,7 @@ MOST = 5e8  # numbers that are kept: 2 GB
 BINS = 15  # of equal width, as in section 5 of Guo et al.
 PRESENT = 0.5  # the least probability of a class that counts as present
 HALVES_SALT = 0x4A1F
-COLDEST, HOTTEST, HALVINGS = 0.01, 100.0, 40  # of the search for the temperature
+COLDEST, HOTTEST, HALVINGS = 0.01, 100.0, 30  # of the search for the temperature
 ROUNDING = 1e-12  # of a slope
 
 
