@@ -94,8 +94,8 @@ class EvaluateFlags:
     per_class: bool = flag(False, "print the table by class")
     out: str | None = flag(
         None,
-        "file or URI for all figures as JSON, with confusion matrices beside it; with --grid a directory or URI"
-        " for page and pictures",
+        "file or URI for all figures as JSON, with confusion matrices beside it; with --grid a directory or"
+        " URI for page and pictures",
     )
     on: Evaluation
     by: Workers = Workers()
