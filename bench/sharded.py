@@ -29,7 +29,7 @@ from orchestrator.checkpoint.models import read_model
 from orchestrator.checkpoint.weights import write_export
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch
-from orchestrator.evaluation.evaluate import evaluate_at
+from orchestrator.evaluation.scores import evaluate_at
 
 BATCH = 32
 CASES = [(0, "float32"), (2, "float32"), (4, "float32"), (4, "bfloat16")]  # 0 workers: the whole model

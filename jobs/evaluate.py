@@ -13,7 +13,7 @@
   python jobs/evaluate.py lit --retrieval --data /data/captioned --page found.html
 
 Weights stay as they are. Figures go to the run that trained the model, as eval/DATA/SPLIT/step-N/POINT/acc1
-and so on, with the table by class as an artifact.
+and so on, with the table by class and the confusion matrix as artifacts.
 
 --grid tries every setting in parallel by Ray, in one pass over the images for each model: quality against
 forward GFLOPs and ms per image. Points of a sweep are drawn on its frontier page, with the hypervolume that
@@ -101,7 +101,8 @@ class EvaluateFlags:
     per_class: bool = flag(False, "print the table by class")
     out: str | None = flag(
         None,
-        "file or URI for all figures as JSON; with --grid a directory or URI for page and pictures",
+        "file or URI for all figures as JSON, with confusion matrices beside it; with --grid a directory or"
+        " URI for page and pictures",
     )
     on: Evaluation
     by: Workers = Workers()
@@ -210,14 +211,17 @@ def evaluate_model(
     the time of day is the step, so that a later evaluation follows an earlier one.
     """
     from moe.cost import forward_gflops_2mac
+    from orchestrator import storage
     from orchestrator.data.manifest import open_manifest
     from orchestrator.evaluation.evaluate import EvalTask, figures
     from orchestrator.evaluation.points import point_key, point_name
     from orchestrator.frontier.points import as_shown
+    from orchestrator.tracking.find import metric_name
 
     path, split = flags.on.path(model), flags.on.split
     outputs = labels_by_name(model, path, flags.classes)
-
+    names = model.classes if outputs else None
+    classes = names or open_manifest(path).classes
     drawn = [replace(point, subset_seed=seed) for seed in range(flags.random_subsets)]
     task = EvalTask(
         model=model,
@@ -229,8 +233,9 @@ def evaluate_model(
         sharding=flags.by.sharding([model], flags.on),
         outputs=outputs,
     )
-    (scores, *random_scores), latency, further = task.on_model(figures, repeats=flags.repeats or 10)
-    metrics = scores.metrics() | further
+    found = task.on_model(figures, repeats=flags.repeats or 10)
+    (scores, *random_scores), latency, answers = found.scores, found.latency, found.answers
+    metrics = scores.metrics() | answers.metrics | found.further
     metrics |= {
         "forward_gflops_2mac": forward_gflops_2mac(model.run.model, point),
         "ms_per_image": latency.median,
@@ -264,13 +269,23 @@ def evaluate_model(
         "unread": scores.unread,
         "metrics": metrics,
         "latency": latency.summary(),
-        "classes": scores.table((outputs and model.classes) or open_manifest(path).classes),
+        "classes": scores.table(classes) | {n: each[: len(classes)] for n, each in answers.columns.items()},
+        "calibration": answers.calibration,
+        "notes": answers.notes,
     }
+    confusion = None if answers.confusion_CC is None else answers.confusion_csv(model.classes or classes)
+    if confusion and flags.out:
+        report["confusion"] = (
+            f"{storage.absolute(flags.out).removesuffix('.json')}.confusion-{metric_name(model.name)}.csv"
+        )
+        storage.write_bytes(report["confusion"], confusion.encode())
     if model.run_id:
         run, (data,) = results_of(store, model.run_id, path)
         where = f"eval/{data}/{split}/step-{model.step}/{point_key(point)}"
         run.log({f"{where}/{name}": value for name, value in metrics.items()})
         run.write_table(f"{where}/classes.json", report["classes"])
+        if confusion:
+            run.write_text(f"{where}/confusion.csv", confusion)
         run.tag(**{"eval.latency": timing(report)})
     return report
 
@@ -283,11 +298,12 @@ def timing(report: dict[str, Any]) -> str:
 
 def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
     rows, costs = [], ("forward_gflops_2mac", "ms_per_image")
-    names = [n for n in reports[0]["metrics"] if n not in costs and not n.startswith("random_")]
+    every = dict.fromkeys(name for report in reports for name in report["metrics"])
+    names = [n for n in every if n not in costs and not n.startswith("random_")]
     for report in reports:
         metrics = report["metrics"]
         unread = f" ({report['unread']} unread)" if report["unread"] else ""
-        cells = (*(metrics[name] for name in names), *(f"{metrics[name]:.4g}" for name in costs))
+        cells = (*(metrics.get(name, "-") for name in names), *(f"{metrics[name]:.4g}" for name in costs))
         rows.append((report["model"], f"{report['images']}{unread}", *cells))
     titles = [re.sub(r"(\d+)$", r"@\1", name) for name in names]
     columns = ("model", "images", *titles, "GFLOP/image", "ms/image")
@@ -295,6 +311,9 @@ def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
     title = f"{first['point']} on {first['data']}, {first['split']}; ms: {timing(first)}"
     print_table(columns, rows, title=title)
     print_unrecorded([report["model"] for report in reports if not report["run_id"]])
+    for report in reports:
+        for note in report["notes"]:
+            print(f"{report['model']}: {note}")
     for report in reports if per_class else []:
         cells = zip(*report["classes"].values(), strict=True)
         rows = [["-" if cell is None else cell for cell in row] for row in cells]

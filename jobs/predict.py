@@ -1,8 +1,9 @@
-"""Predict many images with a trained model: the five best classes of each, as parquet files.
+"""Predict many images with a trained model: five classes of each, or all that it shows, as parquet files.
 
 python jobs/predict.py soft --images /data/photos --out /data/photos-soft
 python jobs/predict.py models:/quickstart@pareto-knee --images s3://bucket/shards --split val --out s3://bucket/said
 python jobs/predict.py vmoe --images /data/photos --out /data/photos-k1 --set routing.k=1 routing.capacity=0.3
+python jobs/predict.py multi --images /data/photos --out /data/photos-all --threshold 0.5
 python jobs/predict.py lit --images /data/photos --out /data/photos-named --classes cat dog "fire engine"
 
 Images are files at any depth below --images, or the rows of shards (a directory with manifest.json). An image
@@ -60,6 +61,10 @@ class PredictFlags:
     template: tuple[str, ...] = flag(
         (), "text with {} in the place of a name; default: those of the model's task", metavar="TEXT"
     )
+    threshold: float | None = flag(
+        None,
+        "write every class of at least this probability, 0 to 1, in place of the five best; 0: all classes",
+    )
     features: bool = flag(False, "write the input of the model's head in place of predictions")
     fresh: bool = flag(False, "delete the predictions in --out and start over")
     places: Places
@@ -67,6 +72,10 @@ class PredictFlags:
     def __post_init__(self) -> None:
         if self.ep is None and self.dtype != "float32":
             raise UsageError(f"--dtype {self.dtype} does nothing without --ep")
+        if self.threshold is not None and self.features:
+            raise UsageError("--threshold is a probability of classes, and --features writes none")
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise UsageError(f"--threshold {self.threshold:g}: a probability is at least 0 and at most 1")
 
 
 def main() -> None:
@@ -111,6 +120,7 @@ def predict(flags: PredictFlags) -> None:
         "group": group,
         **vars(preparation),
         "features": flags.features or None,  # as plans of earlier versions have it
+        "threshold": flags.threshold,
         "names": [list(names.classes), list(names.templates)] if names else None,
         "dtype": flags.dtype if flags.dtype != "float32" else None,
         "classes": names.classes if names else model.classes,
@@ -122,6 +132,7 @@ def predict(flags: PredictFlags) -> None:
         log.info("%s of %s images are left to predict by %s", f"{left:,}", f"{count:,}", model.location)
         settings = {"model": model, "point": point, "images": images, "classes": plan["classes"]}
         settings |= {"preparation": preparation, "features": flags.features, "names": names}
+        settings |= {"threshold": flags.threshold}
         tables = predicted(flags, missing, batch_size=flags.batch_size, **settings)
         follow(predict.write_parts(out, tables), left)
     print(f"{count:,} images in {len(parts)} file{'s' * (len(parts) != 1)}: {out}")

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from orchestrator import storage
 from orchestrator.data.fields import Stored
-from orchestrator.data.index import record_type
+from orchestrator.data.index import NO_LABEL, Ints, labels_of, record_type
 from orchestrator.errors import UsageError
 
 FORMAT = 2  # of manifest and index; 2 since an index has checksums of images
@@ -135,6 +137,20 @@ def open_manifest(path: str) -> Manifest:
         if not manifest.splits.get(split):
             raise UsageError(f"{path}/manifest.json has no {split} shards")
     return manifest
+
+
+def class_counts(path: str, split: str) -> Ints:
+    """Returns the number of labels of each class in a split, (classes,).
+
+    Raises:
+        UsageError: if there is no manifest, or the index is not the one that it names.
+    """
+    manifest = open_manifest(path)
+    index = manifest.index_of(split)
+    content = storage.read_bytes(location := locate(path, index))
+    check_digest(location, index, hashlib.sha256(content).hexdigest())
+    labels = labels_of(np.frombuffer(content, record_type(manifest.labels, manifest.fields)))
+    return np.bincount(labels[labels != NO_LABEL], minlength=len(manifest.classes))
 
 
 def check_shards(path: str, manifest: Manifest, *, verify: bool = False) -> None:

@@ -9,10 +9,10 @@ node's speed affects all of them alike.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import ray
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from moe.cost import forward_gflops_2mac
 from moe.model import Model
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.parallel import first_row, local_part, sum_over_ranks, this_rank
+from moe.parallel import local_part, this_rank
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.files import SUFFIX
@@ -33,12 +33,12 @@ from orchestrator.data.batch import Batch, normalize
 from orchestrator.data.fields import Field
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import Split, in_order, in_process, prefetched
-from orchestrator.errors import UsageError
+from orchestrator.evaluation.answers import AnswerFigures, KeptAnswers
 from orchestrator.evaluation.points import point_name
+from orchestrator.evaluation.scores import Scores, evaluate_at, on_this_rank
 from orchestrator.evaluation.sharded import Sharding
 from orchestrator.evaluation.spellings import relabelled
 from orchestrator.tasks import TaskConfig
-from orchestrator.tasks.base import Heads
 from orchestrator.threads import one_thread
 from orchestrator.training.metrics import device_sync
 
@@ -78,90 +78,6 @@ def images_of(
     """
     stream = in_order(model.run_on(path, batch_size=batch_size), split, *this_rank(), fields=fields)
     return prefetched(in_process(stream, stream.steps()), device or default_device())
-
-
-class Scores:
-    """A task's scores in detail, summed while images come in, on the device.
-
-    Attributes:
-        sums: as `TaskConfig.details` returns them; empty before the first batch.
-        unread: images that could not be decoded. They count nowhere else.
-        not_finite: images of which an output is not finite.
-    """
-
-    def __init__(self, task: TaskConfig) -> None:
-        self.task = task
-        self.sums: dict[str, Tensor] = {}
-        self.unread = 0
-        self.not_finite = torch.zeros(())
-
-    def add(self, heads: Heads, batch: Batch, beside: Heads | None = None) -> None:
-        """Adds a batch's scores. `beside`: what `TaskConfig.before_scores` returned."""
-        for name, value in self.task.details({**heads, **(beside or {})}, batch).items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.unread += len(batch.bad)
-        outputs = [output for output in heads.values() if len(output) == len(batch)]
-        is_finite = torch.stack([output.isfinite().flatten(1).all(1) for output in outputs]).all(0)
-        self.not_finite = self.not_finite + (~is_finite * batch.valid).sum()
-
-    def of_all_ranks(self) -> "Scores":
-        """Sums over ranks, and moves to the CPU. All ranks call it together.
-
-        Raises:
-            UsageError: if no image can be decoded, or an output is not finite.
-        """
-        self.sums = {name: sum_over_ranks(value).cpu() for name, value in self.sums.items()}
-        self.unread = int(sum_over_ranks(torch.tensor(self.unread)))
-        if not (count := self.images()):
-            raise UsageError("none of the images of the split can be decoded")
-        if lost := int(sum_over_ranks(self.not_finite)):
-            raise UsageError(
-                f"the model's outputs are not finite for {lost} of {count} images: its weights overflow"
-                " or are damaged, and scores would mean nothing"
-            )
-        return self
-
-    def images(self) -> int:
-        return int(self.sums["samples"])
-
-    def metrics(self) -> dict[str, float]:
-        return self.task.metrics(self.sums)
-
-    def table(self, names: Sequence[str]) -> dict[str, list[Any]]:
-        return self.task.table(self.sums, names)
-
-
-def evaluate_at(
-    model: Model,
-    task: TaskConfig,
-    batches: Iterable[Batch],
-    points: Sequence[RoutingOverrides] = (AS_TRAINED,),
-) -> list[Scores]:
-    """The scores at each operating point, in one pass over the images that computes shared parts once. All
-    ranks call it together, and have the same scores.
-
-    Raises:
-        UsageError: if the task refuses the images, the model has no such routing, none of the images can be
-            decoded, or an output is not finite.
-    """
-    scores, beside = [Scores(task) for _ in points], task.before_scores(model)
-    for batch in batches:
-        try:
-            here = [on_this_rank(point, model, len(batch)) for point in points]
-            at_points = model.at_points(task.inputs(batch), batch.valid, here)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-        for point_scores, heads in zip(scores, at_points, strict=True):
-            point_scores.add(heads, batch, beside)
-    return [point_scores.of_all_ranks() for point_scores in scores]
-
-
-def on_this_rank(point: RoutingOverrides, model: Model, images: int) -> RoutingOverrides:
-    """Returns the point for this rank's `images` of a batch, so that it draws what one process would draw."""
-    if not point.random_blocks and point.subset_seed is None:
-        return point
-    group = model.config.moe.images_per_group if model.config.moe else 1
-    return replace(point, first_group=first_row(images) // group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,13 +183,26 @@ class EvalTask:
         return on_model(self.model, call, self.sharding, batch_size=self.batch_size)
 
 
-def figures(model: Model, task: EvalTask, repeats: int) -> tuple[list[Scores], Latency, dict[str, float]]:
-    """Returns the scores at each point; the time, and the task's further figures, at the first."""
+class Figures(NamedTuple):
+    """The scores at each point; and at the first the time, the figures of all answers, none if the task does
+    not classify, and the task's further figures.
+    """
+
+    scores: list[Scores]
+    latency: Latency
+    answers: AnswerFigures
+    further: dict[str, float]
+
+
+def figures(model: Model, task: EvalTask, repeats: int) -> Figures:
+    """Returns the figures of a model. All ranks call it together."""
     kind, point = task.model.run.task, task.points[0]
-    scores = evaluate_at(model, kind, task.images(), task.points)
+    answers = KeptAnswers(kind, images=open_manifest(task.path).rows(task.split))
+    scores = evaluate_at(model, kind, task.images(), task.points, also=answers.add)
     batch = next(task.images())
     (latency,) = latencies(model, timed_inputs(kind, batch), [point], repeats=repeats)
-    return scores, latency, kind.of_model(model, batch, on_this_rank(point, model, len(batch)))
+    further = kind.of_model(model, batch, on_this_rank(point, model, len(batch)))
+    return Figures(scores, latency, answers.figures(), further)
 
 
 def evaluate_all(tasks: Sequence[EvalTask]) -> Iterator[tuple[EvalTask, list[Row]]]:

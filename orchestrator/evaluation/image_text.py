@@ -27,7 +27,7 @@ from orchestrator.data.fields import BytesField
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.text import captions_of
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.evaluate import Scores, on_this_rank
+from orchestrator.evaluation.scores import Scores, on_this_rank, refuse_not_finite
 from orchestrator.tasks import ClassificationConfig
 from orchestrator.tasks.contrastive import text_of
 
@@ -111,7 +111,7 @@ class EmbeddedPairs(NamedTuple):
 @torch.no_grad()
 def embed_pairs(model: Model, batches: Iterable[Batch]) -> EmbeddedPairs:
     """Embeds every image that can be decoded, and all its captions, which batches have as `CAPTIONS`. All
-    ranks call it together, and have all pairs. Raises UsageError if there is none.
+    ranks call it together, and have all pairs. Raises UsageError if there is none, or one is not finite.
     """
     text = text_of(model.config)
     images, texts, owners, keys, captions = [], [], [], [], []
@@ -131,9 +131,11 @@ def embed_pairs(model: Model, batches: Iterable[Batch]) -> EmbeddedPairs:
         raise UsageError("none of the images of the split can be decoded")
     numbers = {words: number for number, words in enumerate(dict.fromkeys(map(canonical, captions)))}
     words = [numbers[canonical(caption)] for caption in captions]
-    return EmbeddedPairs(
-        torch.cat(images), torch.cat(texts), torch.tensor(owners), torch.tensor(words), captions, keys
-    )
+    image_ID, text_TD, image_T = torch.cat(images), torch.cat(texts), torch.tensor(owners)
+    lost_I = ~image_ID.isfinite().all(1)
+    lost_I[image_T[~text_TD.isfinite().all(1)]] = True
+    refuse_not_finite(int(lost_I.sum()), len(keys))
+    return EmbeddedPairs(image_ID, text_TD, image_T, torch.tensor(words), captions, keys)
 
 
 def _embedded(model: Model, tokens_TL: Tensor, share: int) -> Tensor:

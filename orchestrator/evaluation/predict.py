@@ -1,12 +1,9 @@
-"""Batch inference: the five best classes of each of many images, as parquet files, by Ray Data.
+"""Batch inference: the classes of each of many images, as parquet files, by Ray Data.
 
 The images, in their order, are cut into parts of whole routing groups. Each part is a row of a Ray Data set.
 A pool of actors turns it into predictions, which the driver writes as the part's file in a single operation.
-The same call later computes only the parts without a file.
-
-`write_parquet` with `ray.data.checkpoint` was tried instead (Ray 2.60): it needs keys that are unique over
-all shards, reads all images again to skip the finished ones, and splits routing groups where images are
-done. On a machine with two CPUs a resumed execution never ended.
+The same call later computes only the parts without a file. docs/prediction.md says why not Ray's own
+checkpoints, which would also split routing groups where images are done.
 """
 
 import hashlib
@@ -49,7 +46,6 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device
 from orchestrator.evaluation.image_text import ClassNames
 from orchestrator.evaluation.sharded import Sharding
-from orchestrator.tasks import ClassificationConfig
 from orchestrator.tasks.classification import TOP
 from orchestrator.threads import CORES
 from orchestrator.training.resources import most_resources
@@ -66,6 +62,7 @@ IDENTITY = (
     "background",
     "white",
     "features",
+    "threshold",
     "names",
     "dtype",
 )
@@ -73,16 +70,17 @@ PART = re.compile(r"part-(\d{6,})\.parquet")
 FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
 READ_TOGETHER = 256  # images of a shard, whose reading begins at once
 READERS = 16  # files that an actor reads at a time, because object storages answer slowly
-SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("top5_index", pa.list_(pa.int32())),
-        ("top5_class", pa.list_(pa.string())),
-        ("top5_prob", pa.list_(pa.float32())),
-        ("error", pa.string()),
-    ]
-)
-FEATURES = pa.schema([("key", pa.string()), ("features", pa.list_(pa.float32())), ("error", pa.string())])
+KINDS = {"index": pa.int32(), "class": pa.string(), "prob": pa.float32(), "features": pa.float32()}
+
+
+def _schema(*columns: str) -> pa.Schema:
+    lists = [(name, pa.list_(KINDS[name.rpartition("_")[2]])) for name in columns]
+    return pa.schema([("key", pa.string()), *lists, ("error", pa.string())])
+
+
+SCHEMA = _schema("top5_index", "top5_class", "top5_prob")
+ABOVE = _schema("above_index", "above_class", "above_prob")
+FEATURES = _schema("features")
 ImagePart = dict[str, Any]  # number; names of files, or a split of shards with its rows from first to stop
 
 NOT_FINITE = "the model's outputs are not finite"
@@ -191,15 +189,19 @@ class Predictor:
         features: bool = False,
         names: ClassNames | None = None,
         shared: Model | None = None,
+        threshold: float | None = None,
     ) -> None:
-        """Loads the model, unless it is `shared` with other workers. Raises UsageError if it is damaged."""
-        self.schema = FEATURES if features else SCHEMA
+        """Loads the model, unless it is `shared` with other workers. Raises UsageError if it is damaged.
+
+        threshold: the least probability of a class that is named; None: the five best are.
+        """
+        self.schema = FEATURES if features else SCHEMA if threshold is None else ABOVE
+        self.threshold = threshold
         self.point, self.images, self.batch_size, self.classes = point, images, batch_size, classes
         self.preparation = preparation or model.preparation
         self.device = default_device()
         self.shared = shared is not None
-        # Names of classes as texts are compared by the softmax of their similarities.
-        self.task = model.run.task if names is None else ClassificationConfig()
+        self.task = model.run.task
         loaded = shared or model.load(self.device)
         self.model = loaded if names is None else ZeroShot(loaded, names.classes, names.templates).eval()
         self.transform = Transform.of(model.signature)
@@ -219,9 +221,11 @@ class Predictor:
         """As a call, of one part or none, with at least so many forward passes."""
         batches = self._batches(part) if part else ()
         padded = zip_longest(batches, range(passes), fillvalue=())
-        rows = [row for batch, _ in padded for row in self._predict(batch)]
-        number = pa.array([part["number"] if part else 0] * len(rows), pa.int64())
-        return pa.Table.from_pylist(rows, self.schema).append_column("part", number)
+        # Arrow holds all classes of a part in a fraction of the memory of lists.
+        tables = [pa.Table.from_pylist([*self._predict(batch)], self.schema) for batch, _ in padded]
+        found = pa.concat_tables([self.schema.empty_table(), *tables])
+        number = pa.array([part["number"] if part else 0] * len(found), pa.int64())
+        return found.append_column("part", number)
 
     def _batches(self, part: ImagePart) -> Iterator[list[tuple[str, Tensor | BadImage]]]:
         """Yields batches of images with their keys, (3, size, size) uint8.
@@ -283,7 +287,7 @@ class Predictor:
             raise UsageError(str(error)) from None
         features = isinstance(found, Tensor)
         outputs = (found if features else found.logits)[: len(batch)]
-        rows = self._features(outputs) if features else self._top(outputs)
+        rows = self._features(outputs) if features else self._classes(outputs)
         is_finite = outputs.isfinite().flatten(1).all(1).tolist()
         for (key, image), row, known in zip(batch, rows, is_finite, strict=True):
             error = str(image) if isinstance(image, BadImage) else "" if known else NOT_FINITE
@@ -292,11 +296,16 @@ class Predictor:
     def _features(self, features: Tensor) -> list[dict[str, Any]]:
         return [{"features": each} for each in features.float().tolist()]
 
-    def _top(self, logits: Tensor) -> list[dict[str, Any]]:
-        probs, indices = self.task.probabilities(logits).topk(min(TOP, logits.shape[-1]))
-        names = [[self.classes[i] if self.classes else str(i) for i in top] for top in indices.tolist()]
-        columns = zip(indices.tolist(), names, probs.tolist(), strict=True)
-        return [{"top5_index": i, "top5_class": n, "top5_prob": p} for i, n, p in columns]
+    def _classes(self, logits: Tensor) -> list[dict[str, Any]]:
+        most, least = (TOP, 0.0) if self.threshold is None else (logits.shape[-1], self.threshold)
+        probs, indices = self.task.probabilities(logits).topk(min(most, logits.shape[-1]))
+        rows = []
+        for p, i, count in zip(
+            probs.tolist(), indices.tolist(), (probs >= least).sum(-1).tolist(), strict=True
+        ):
+            names = [self.classes[n] if self.classes else str(n) for n in i[:count]]
+            rows.append(dict(zip(self.schema.names[1:-1], (i[:count], names, p[:count]), strict=True)))
+        return rows
 
 
 def pool_size(workers: int | None) -> tuple[int, dict[str, float]]:
@@ -326,7 +335,7 @@ def write_parts(out: str, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
         OSError: if writing fails.
     """
     for table in tables:
-        schema = FEATURES if "features" in table.column_names else SCHEMA
+        schema = next(each for each in (SCHEMA, ABOVE, FEATURES) if {*each.names} <= {*table.column_names})
         for number in table["part"].unique().to_pylist():  # a part is never split over tables
             rows = table.filter(pc.field("part") == number).select(schema.names).cast(schema)
             content = pa.BufferOutputStream()

@@ -24,7 +24,8 @@ from orchestrator.checkpoint.weights import VERSION, open_weights, write_file
 from orchestrator.codec import flat, to_dict
 from orchestrator.data.batch import Batch
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.evaluate import default_device, evaluate_at
+from orchestrator.evaluation.evaluate import default_device
+from orchestrator.evaluation.scores import evaluate_at
 
 T = TypeVar("T")
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from moe.config import Family, members
@@ -17,6 +18,18 @@ from orchestrator.data.batch import Batch, normalize
 from orchestrator.data.fields import Field
 
 Heads = Mapping[str, Tensor]
+
+
+def not_finite(heads: Heads, batch: Batch, beside: Heads | None = None) -> Tensor:
+    """Returns how many valid samples of a batch have an output that is not finite: all of them, if it is one
+    of `beside`, which `TaskConfig.before_scores` returned. Their scores would mean nothing.
+    """
+    is_finite = torch.ones_like(batch.valid, dtype=torch.bool)
+    for output in heads.values():
+        is_finite &= output.isfinite().reshape(len(output), -1).all(1)
+    for tensor in (beside or {}).values():
+        is_finite &= tensor.isfinite().all()
+    return (~is_finite * batch.valid).sum()
 
 
 class TaskConfig(Family, ABC, default="classification"):

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.config import Bound
+from moe.config import Bound, NonNegativeFloat
 from moe.model import ModelConfig
 from orchestrator.data.batch import Batch, normalize
+from orchestrator.data.manifest import class_counts
 from orchestrator.errors import UsageError
 from orchestrator.tasks.base import Heads, TaskConfig
 
@@ -32,12 +34,15 @@ class ClassificationConfig(TaskConfig):
             mean over classes (``sigmoid_mean``) is that of DeiT III.
         smoothing: part of a target that all classes share (Szegedy et al. 2016); in training alone.
         binarised: targets of mixed images are 1 for all labels of both, as in DeiT III (Touvron et al. 2022).
+        class_weights: factors of a class's part of a softmax loss in training, a number for each class, or
+            ``balanced``: inverse to the class's training images, with a mean of 1 over these images.
     """
 
     kind: Literal["classification"] = "classification"
     loss: Loss = "softmax"
     smoothing: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.0
     binarised: bool = False
+    class_weights: Literal["none", "balanced"] | tuple[NonNegativeFloat, ...] = "none"
 
     qualities: ClassVar = ("val/acc1", "train/acc1")
     classifies: ClassVar = True
@@ -53,34 +58,61 @@ class ClassificationConfig(TaskConfig):
         if self.binarised and (self.smoothing or self.loss == "softmax"):
             wrong = f"smoothing={self.smoothing}" if self.smoothing else "loss='softmax'"
             raise ValueError(f"binarised targets are 0 or 1 for a sigmoid loss, got {wrong}")
+        if self.class_weights != "none" and self.loss != "softmax":
+            raise ValueError(f"class_weights are of a softmax loss, got loss={self.loss!r}")
 
     @property
     def output(self) -> Literal["softmax", "sigmoid"]:
         return "softmax" if self.loss == "softmax" else "sigmoid"
 
+    def check(self, model: ModelConfig) -> None:
+        super().check(model)
+        if isinstance(self.class_weights, tuple) and len(self.class_weights) != model.num_classes:
+            raise ValueError(f"{len(self.class_weights)} class_weights, but {model.num_classes} num_classes")
+
     def chance(self, model: ModelConfig) -> float:
         return 1 / model.num_classes
+
+    def for_data(self, model: ModelConfig, path: str) -> Mapping[str, Any]:
+        if self.class_weights != "balanced":
+            return {}
+        counts = class_counts(path, "train")
+        counts = np.pad(counts, (0, max(0, model.num_classes - len(counts))))
+        if without := np.flatnonzero(counts == 0).tolist():
+            raise UsageError(
+                f"class_weights='balanced': {len(without)} of {len(counts)} classes, such as number"
+                f" {without[0]}, have no training images in {path}: give a number for each class instead"
+            )
+        return {"task.class_weights": (counts.sum() / (len(counts) * counts)).tolist()}
 
     def inputs(self, batch: Batch) -> Tensor:
         images = normalize(batch["image"])
         return mix_images(images, batch["mix"]) if "mix" in batch.fields else images
 
     def loss_share(self, heads: Heads, batch: Batch, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
-        logits, labels = heads["logits"], batch["label"]
+        logits, labels, weights = heads["logits"], batch["label"], self._weights(heads["logits"])
         if self.smoothing or self.binarised:
             targets = soft_targets(labels, logits.shape[-1], self.smoothing).to(logits.dtype)
             if "mix" in batch.fields:
                 targets = torch.lerp(partners(targets), targets, batch["mix"][:, :1].to(logits.dtype))
                 labels = dominant_labels(labels, batch["mix"])
-            loss_B = target_losses(self.loss, logits, binarised(targets) if self.binarised else targets)
+            targets = binarised(targets) if self.binarised else targets
+            loss_B = target_losses(self.loss, logits, targets, weights)
         elif "mix" in batch.fields:
-            loss_B = mixed_losses(self.loss, logits, labels, batch["mix"])
+            loss_B = mixed_losses(self.loss, logits, labels, batch["mix"], weights)
             labels = dominant_labels(labels, batch["mix"])
         else:
-            loss_B = image_losses(self.loss, logits, labels)
+            loss_B = image_losses(self.loss, logits, labels, weights)
         loss = loss_B.sum() / batch_size
         correct = hits(logits.detach(), labels).float().mean() * (len(batch) / batch_size)
         return loss, {"train/loss_class": loss.detach(), "train/acc1": correct}
+
+    def _weights(self, logits: Tensor) -> Tensor | None:
+        if isinstance(self.class_weights, str):
+            if self.class_weights == "balanced":
+                raise UsageError("class_weights='balanced' are known with the training images (`for_data`)")
+            return None
+        return logits.new_tensor(self.class_weights)
 
     def scores(self, heads: Heads, batch: Batch) -> dict[str, Tensor]:
         logits, labels = heads["logits"], batch["label"]
@@ -143,15 +175,16 @@ class ClassificationConfig(TaskConfig):
         return found
 
 
-def image_losses(kind: Loss, logits: Tensor, labels: Tensor) -> Tensor:
+def image_losses(kind: Loss, logits: Tensor, labels: Tensor, weights_C: Tensor | None = None) -> Tensor:
     """Returns the loss of each image, (B,), for (B, M) labels, of which -1 stands for none.
 
-    ``softmax`` is the cross-entropy, summed over the labels of an image; ``sigmoid`` is the binary
-    cross-entropy, summed over all classes, and ``sigmoid_mean`` its mean.
+    ``softmax`` is the cross-entropy, summed over the labels of an image, each times the weight of its class;
+    ``sigmoid`` is the binary cross-entropy, summed over all classes, and ``sigmoid_mean`` its mean.
     """
     if kind == "softmax" and labels.shape[1] == 1:
-        return F.cross_entropy(logits, labels[:, 0], reduction="none")
-    return target_losses(kind, logits, soft_targets(labels, logits.shape[-1]).to(logits.dtype))
+        return F.cross_entropy(logits, labels[:, 0], weights_C, reduction="none")
+    targets = soft_targets(labels, logits.shape[-1]).to(logits.dtype)
+    return target_losses(kind, logits, targets, weights_C)
 
 
 def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
@@ -167,19 +200,22 @@ def binarised(targets: Tensor, threshold: float = 0.0) -> Tensor:
     return (targets > threshold).to(targets.dtype)
 
 
-def target_losses(kind: Loss, logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the loss of each image, (B,), for (B, C) targets."""
+def target_losses(kind: Loss, logits: Tensor, targets: Tensor, weights_C: Tensor | None = None) -> Tensor:
+    """Returns the loss of each image, (B,), for (B, C) targets, which a softmax weighs."""
     if kind == "softmax":
-        return -(targets * logits.log_softmax(-1)).sum(-1)
+        weighed = targets if weights_C is None else targets * weights_C
+        return -(weighed * logits.log_softmax(-1)).sum(-1)
     each = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return each.sum(-1) if kind == "sigmoid" else each.mean(-1)
 
 
-def mixed_losses(kind: Loss, logits: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
+def mixed_losses(
+    kind: Loss, logits: Tensor, labels: Tensor, draws: Tensor, weights_C: Tensor | None = None
+) -> Tensor:
     """Returns the losses (B,) of images that `mix_images` has mixed by (B, 5) draws: an image's and its
     partner's labels are weighted like their pixels. Both losses are affine in the labels.
     """
-    own, other = (image_losses(kind, logits, each) for each in (labels, partners(labels)))
+    own, other = (image_losses(kind, logits, each, weights_C) for each in (labels, partners(labels)))
     return torch.lerp(other, own, draws[:, 0])
 
 

@@ -10,6 +10,7 @@ Several workers call it together, each with its part of the images, and all get 
 Dimensions: N training images, M test images, D features, C classes, R = min(N, D + 1).
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -150,8 +151,16 @@ class FewShot:
 
 
 def few_shots(model: Model, run: RunConfig, config: FewShotConfig) -> FewShotResult:
-    """Returns the figures of a model; all workers that hold it together call this together."""
-    return FewShot(run, config, *this_rank()).measure(model, next(model.parameters()).device)
+    """Returns the figures of a model; all workers that hold it together call this together. Raises UsageError
+    as `FewShot`, and if features are not finite.
+    """
+    result = FewShot(run, config, *this_rank()).measure(model, next(model.parameters()).device)
+    if not all(map(math.isfinite, result.metrics().values())):
+        raise UsageError(
+            "the model's features are not finite: its weights overflow or are damaged, and accuracies would"
+            " mean nothing"
+        )
+    return result
 
 
 class _Shots:

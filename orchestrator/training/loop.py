@@ -23,7 +23,7 @@ from moe.router_state import after_batch, before_step
 from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, concatenated
-from orchestrator.tasks.base import Heads
+from orchestrator.tasks.base import Heads, not_finite
 from orchestrator.threads import one_thread
 from orchestrator.training.metrics import Meter, device_sync
 from orchestrator.training.metrics_file import Metrics
@@ -35,7 +35,9 @@ WARM_UP, TIMED = 2, 5
 
 
 class Diverged(Exception):
-    """The loss, a weight or the optimiser's state is not finite; the message says what, and at which step."""
+    """The loss, an output in validation, a weight or the optimiser's state is not finite; the message says
+    what, and at which step.
+    """
 
 
 def run_steps(
@@ -62,8 +64,8 @@ def run_steps(
     `batches` go on.
 
     Raises:
-        Diverged: if the loss or a gradient norm is not finite at a step that is due, or the state at a save
-            that is, after reporting the step; nothing is saved.
+        Diverged: if the loss, a gradient norm or an output in validation is not finite at a step that is due,
+            or the state at a save that is, after reporting the step; nothing is saved.
     """
     largest: Tensor | None = None  # gradient norm since the last step that was due
     for step, batch in enumerate(meter.timed(batches), start=start + 1):
@@ -84,6 +86,8 @@ def run_steps(
                     values |= meter.read() | phase_seconds()
                     with phase("evaluate"):
                         values |= validate() if evaluates else {}
+                    if not why and (lost := values.get("val/not_finite")):
+                        why = f"the outputs of {lost:.0f} validation images are not finite at step {step}"
                     with phase("report"):
                         report(step, values)
                 if why:
@@ -224,7 +228,10 @@ def _metrics(loss: Tensor, loss_router: Tensor, output: Output, share: float) ->
 def evaluate(model: Model, batches: Iterable[Batch], run: RunConfig) -> Metrics:
     """Returns the task's metrics over the valid images of all workers, and this worker's forward time per
     image: the median over `TIMED` passes on one thread, after `WARM_UP` others. An evaluation of few passes
-    repeats its last one until a pass is timed. Without any valid image, the task's metrics are NaN.
+    repeats its last one until a pass is timed.
+
+    Without any valid image, and if an output is not finite, the task's metrics are NaN. In the latter case
+    ``val/not_finite`` is the number of images that have such outputs.
     """
     model.eval()
     beside = run.task.before_scores(model)
@@ -244,7 +251,10 @@ def evaluate(model: Model, batches: Iterable[Batch], run: RunConfig) -> Metrics:
         if run.task.scope == "batch":
             joined = {name: torch.cat([heads[name] for _, heads in found]) for name in run.task.needs}
             found = [(batch, joined)]
-        sums += [run.task.scores({**heads, **beside}, part) for part, heads in found]
+        sums += [
+            run.task.scores({**heads, **beside}, part) | {"not_finite": not_finite(heads, part, beside)}
+            for part, heads in found
+        ]
     assert part is not None
     for _ in range(passes, WARM_UP + 1):
         seconds = [_timed_pass(model, part, run)[1]]
@@ -253,6 +263,8 @@ def evaluate(model: Model, batches: Iterable[Batch], run: RunConfig) -> Metrics:
     total = torch.stack([torch.cat([value.flatten() for value in each.values()]) for each in sums]).sum(0)
     rows = sum_over_ranks(total).double().cpu().split([value.numel() for value in sums[0].values()])
     means = run.task.metrics({n: row.view_as(sums[0][n]) for n, row in zip(sums[0], rows, strict=True)})
+    if lost := float(rows[-1]):
+        means = dict.fromkeys(means, math.nan) | {"not_finite": lost}
     return {f"val/{name}": value for name, value in means.items()} | {
         "perf/ms_per_image": 1000 * median(seconds)
     }

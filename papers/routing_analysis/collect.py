@@ -26,6 +26,8 @@ from moe.routers.soft import SoftRouter
 from moe.routing import DenseRouting, GatherRouting, Routing, SoftRouting
 from moe.rows import RowsRouting
 from orchestrator.data.batch import Batch, normalize
+from orchestrator.evaluation.scores import refuse_not_finite
+from orchestrator.tasks.base import not_finite
 
 BINS = 50  # of the histogram of weights, which lie in 0..1
 SIGMAS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -176,8 +178,11 @@ def collect(
 
 
 def _correct(model: ViT, batch: Batch, overrides: RoutingOverrides = AS_TRAINED) -> Tensor:
-    """The number of images that are classified correctly."""
+    """The number of images that are classified correctly. Raises UsageError for logits that are not
+    finite.
+    """
     logits = model(normalize(batch["image"]), batch.valid, routing_overrides=overrides).logits
+    refuse_not_finite(int(not_finite({"logits": logits}, batch)), int(batch.valid.sum()))
     return ((logits.argmax(-1) == batch["label"][:, 0]) * batch.valid).sum()
 
 

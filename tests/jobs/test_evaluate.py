@@ -47,7 +47,15 @@ def test_as_trained_it_is_what_training_said(home: Path, call: Call, tmp_path: P
         hits = sum(n * acc for n, acc in zip(classes["images"], classes["acc1"], strict=True))
         assert hits / 367 == pytest.approx(report["metrics"]["acc1"])
         table = json.loads(run.read_text("eval/shards/val/step-20/as_trained/classes.json"))
-        assert table["columns"] == ["class", "images", "acc1", "acc5", "precision", "loss"]
+        assert table["columns"] == ["class", "images", "acc1", "acc5", "precision", "loss", "f1"]
+        confusion = run.read_text("eval/shards/val/step-20/as_trained/confusion.csv")
+        rows = [line.split(",") for line in confusion.splitlines()]
+        assert [sum(map(int, row[1:])) for row in rows[1:]] == classes["images"]
+        right = sum(int(row[1 + label]) for label, row in enumerate(rows[1:]))
+        assert right / 367 == report["metrics"]["acc1"]
+        assert Path(report["confusion"]).read_text().splitlines() == confusion.splitlines()
+        assert f"{report['model']}: ece: 15 bins of confidence" in printed
+        assert report["calibration"]["fitted_on"] + report["calibration"]["judged_on"] == 367
         assert [row[0] for row in table["data"]] == [str(digit) for digit in range(10)]
 
 
@@ -73,6 +81,9 @@ def test_label_sets_of_the_same_classes(home: Path, digits: str, call: Call, tmp
             answer = vit(normalize(batch["image"]), batch.valid).logits.argmax(-1)
         right += int((((answer - batch["label"][:, 0]) % 10 <= 2) * batch.valid).sum())
     assert report["metrics"]["acc1"] == report["metrics"]["prec1"] == right / 367
+    assert 0.1 < report["metrics"]["mean_ap"] < 1
+    assert "no F1" in report["notes"][0]
+    assert "confusion" not in report
     assert report["metrics"]["acc1"] > trial(home, "soft").metrics["val/acc1"]
 
 

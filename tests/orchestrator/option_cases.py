@@ -278,6 +278,7 @@ TRAINING = {
         "loss": ALL,
         "smoothing": 0.1,
         "binarised": Case(True, given={"task.loss": "sigmoid", "data.mixup": 0.5}),
+        "class_weights": (0.5,) * 9 + (5.5,),
     }),
     "ContrastiveConfig": Place("task", "steps", TOWERS, {
         "loss": ALL,

@@ -26,6 +26,7 @@ from moe.routers.soft import SoftRouter, mean_cosine
 from moe.routers.token_choice import TokenChoiceRouter
 from moe.routing import GatherRouting
 from orchestrator.data.batch import Batch, concatenated, normalize
+from orchestrator.errors import UsageError
 from papers.routing_analysis import collect, draw, report
 from papers.routing_analysis.collect import Counts, RoutingView
 from tests.lanes import mostly_slow
@@ -359,3 +360,10 @@ def test_the_page_of_every_router(router):
     for discarded in drawn.discarded[:1]:
         key = (block, "discarded_frac", "0.5", discarded.setting.priority or "")
         assert found[key] == discarded.frac[block]
+
+
+def test_outputs_that_are_not_finite_have_no_accuracy():
+    model = build_vit(SoftConfig())
+    torch.nn.init.constant_(model.norm.weight, float("nan"))
+    with pytest.raises(UsageError, match="not finite for 3 of 3 images"):
+        counts_of(model, [noise_batch(4, valid=3)])

@@ -261,6 +261,33 @@ def test_class_names_operating_points_and_crop(folder: str, tmp_path: Path):
     assert row["top5_prob"][0] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0])
+def test_every_class_at_or_above_a_probability(
+    threshold: float, loss: str, pack_greys: Callable[..., Any], tmp_path: Path
+):
+    """By a loop over all classes; none is an empty list, and files have the columns."""
+    path, _ = pack_greys(train=6)
+    model = exported(tmp_path / "model.safetensors", {"model.width": 16, "task.loss": loss})
+    names = [f"class {n}" for n in range(10)]
+    _, parts = list_parts(path, "val", group=1)
+    table = predictor(model, path, threshold=threshold, classes=names)(pa.Table.from_pylist(parts))
+    (written,) = write_parts(str(tmp_path / "out"), [table])
+    assert written.column_names == ["key", "above_index", "above_class", "above_prob", "error"]
+    pixels = torch.stack([torch.full((3, 8, 8), n, dtype=torch.uint8) for n in (6, 7, 8)])
+    with torch.inference_mode():
+        logits = model.load()(normalize(pixels)).logits
+    probabilities = logits.sigmoid() if loss == "sigmoid" else logits.softmax(-1)
+    counts = []
+    for row, p in zip(written.to_pylist(), probabilities.tolist(), strict=True):
+        wanted = [n for n in sorted(range(10), key=lambda n: -p[n]) if p[n] >= threshold]
+        assert (row["above_index"], row["error"]) == (wanted, None)
+        assert row["above_class"] == [names[n] for n in wanted]
+        assert row["above_prob"] == pytest.approx([p[n] for n in wanted], rel=1e-5)
+        counts.append(len(wanted))
+    assert {0.0: min(counts) == 10, 0.3: 0 < max(counts) < 10, 1.0: max(counts) == 0}[threshold]
+
+
 PLANNED = {
     "model": "/runs/soft/checkpoints/step-00000200",
     "model_sha256": "a",
@@ -299,6 +326,7 @@ def test_a_call_that_continues(tmp_path: Path):
         ("background", "white"),
         ("white", 4095),
         ("features", True),
+        ("threshold", 0.5),
         ("names", ["cat"]),
         ("dtype", "bfloat16"),
     ],

@@ -73,10 +73,11 @@ def figures(name: str, ref: ModelRef, model: Model, data: str) -> dict[str, Any]
         zero_shot = zero_shot_scores(model, read(fields={}), NAMES)
         return {**pairs._asdict(), **{words: scores.metrics() for words, scores in zero_shot.items()}}
     task = evaluate.EvalTask(model=ref, points=CASES[name][1], results="", **where)
-    scores, latency, _ = evaluate.figures(model, task, repeats=1)
-    assert latency.batch == 64
+    found = evaluate.figures(model, task, repeats=1)
+    assert found.latency.batch == 64
     return {
-        "scores": [each.sums["classes"] for each in scores],
+        "scores": [each.sums["classes"] for each in found.scores],
+        "answers": vars(found.answers) | {"notes": len(found.answers.notes)},
         "few shots": few_shots(model, ref.run_on(data, batch_size=64), FewShotConfig(shots=(1, 5), seeds=2)),
         "predictions": predictions(ref, model, data, DRAWN),
     }

@@ -1,11 +1,21 @@
 """Losses and hits against definitions over soft labels."""
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch
+from orchestrator.data.manifest import open_manifest
+from orchestrator.data.shards import DataSet
+from orchestrator.errors import UsageError
 from orchestrator.tasks.classification import (
     ClassificationConfig,
     dominant_labels,
@@ -13,6 +23,7 @@ from orchestrator.tasks.classification import (
     image_losses,
     mixed_losses,
 )
+from orchestrator.training.fit import decided_by_data
 
 LABELS = torch.tensor([[0, 3, -1], [4, -1, -1], [2, 1, 0], [-1, -1, -1]])
 DRAWS = torch.tensor([[0.75, 0, 0, 0, 0]] * 2 + [[0.25, 0, 0, 0, 0]] * 2)
@@ -79,6 +90,67 @@ def test_a_step_has_the_losses_of_its_targets(loss, smoothing, binary):
 def test_binarised_targets_are_not_smoothed_and_need_a_sigmoid(changes):
     with pytest.raises(ValueError, match="binarised targets are 0 or 1 for a sigmoid loss"):
         ClassificationConfig(binarised=True, **changes)
+
+
+def share_of(task: ClassificationConfig, logits: Tensor, **fields: Tensor) -> Tensor:
+    key = torch.arange(len(logits))
+    batch = Batch(fields=fields, valid=torch.ones(len(logits)), key=key, sample=key)
+    return task.loss_share({"logits": logits}, batch, 2 * len(logits))[0]
+
+
+def test_weights_of_classes_are_those_of_torch() -> None:
+    """A share of a batch of eight. Torch divides by the sum of a batch's weights, and ours is a sum over
+    images, so that shares and microbatches add up. Validation is not weighed.
+    """
+    weights, logits, label = (0.5, 2.0, 1.0, 0.0, 4.0), logits_of(), torch.tensor([1, 4, 0, 2])
+    tensor = torch.tensor(weights).double()
+    for smoothing in (0.0, 0.1):
+        task = ClassificationConfig(class_weights=weights, smoothing=smoothing)
+        options = {"weight": tensor, "label_smoothing": smoothing, "reduction": "sum"}
+        expected = F.cross_entropy(logits, label, **options) / 8
+        torch.testing.assert_close(share_of(task, logits, label=label[:, None]), expected)
+    task = ClassificationConfig(class_weights=weights)
+    soft = multi_hot(LABELS)
+    share = share_of(task, logits, label=LABELS)
+    torch.testing.assert_close(share, F.cross_entropy(logits, soft, weight=tensor, reduction="sum") / 8)
+    mixed = DRAWS[:, :1].double() * soft + (1 - DRAWS[:, :1].double()) * soft[[1, 0, 3, 2]]
+    expected = F.cross_entropy(logits, mixed, weight=tensor, reduction="sum") / 8
+    torch.testing.assert_close(share_of(task, logits, label=LABELS, mix=DRAWS.double()), expected)
+    batch = Batch(fields={"label": label[:, None]}, valid=torch.ones(4), key=label, sample=label)
+    plain = ClassificationConfig().scores({"logits": logits.float()}, batch)
+    assert task.scores({"logits": logits.float()}, batch) == plain
+
+
+def test_balanced_weights_are_those_of_scikit_learn(few_digits: str, pack_greys: Any) -> None:
+    """They become numbers of the config, once; over the training images their mean is 1."""
+    run = override(RunConfig(), {"data.path": few_digits, "task.class_weights": "balanced"})
+    decided = decided_by_data(run)
+    manifest = open_manifest(few_digits)
+    label = DataSet(path=few_digits, manifest=manifest, cache_bytes=0).labels("train")
+    expected = compute_class_weight("balanced", classes=np.arange(10), y=label)
+    task = decided.task
+    assert isinstance(task, ClassificationConfig)
+    assert task.class_weights == pytest.approx(tuple(expected), rel=1e-12)
+    assert np.array(task.class_weights)[label].mean() == pytest.approx(1)
+    assert len({*task.class_weights}) > 1
+    assert decided_by_data(decided) == decided
+    assert decided_by_data(replace(run, task=ClassificationConfig())).task == ClassificationConfig()
+    path, _ = pack_greys(train=7, val=3)
+    with pytest.raises(UsageError, match="3 of 10 classes, such as number 7, have no training images in"):
+        decided_by_data(override(run, {"data.path": path}))
+    with pytest.raises(UsageError, match="are known with the training images"):
+        share_of(ClassificationConfig(class_weights="balanced"), logits_of(), label=LABELS)
+
+
+def test_weights_that_mean_nothing() -> None:
+    for changes, message in (
+        ({"task.class_weights": (1.0, 2.0)}, "2 class_weights, but 10 num_classes"),
+        ({"task.class_weights": "balanced", "task.loss": "sigmoid"}, "class_weights are of a softmax loss"),
+        ({"task.class_weights": (-1.0,) * 10}, "class_weights must be .* must not be negative"),
+        ({"task.class_weights": "even"}, "class_weights must be 'none', 'balanced' or a tuple of numbers"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            override(RunConfig(), changes)
 
 
 def test_one_label_has_torchs_cross_entropy():

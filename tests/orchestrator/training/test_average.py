@@ -19,7 +19,8 @@ from orchestrator.codec import override
 from orchestrator.config import EMAConfig, RunConfig
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.evaluate import evaluate_at, images_of
+from orchestrator.evaluation.evaluate import images_of
+from orchestrator.evaluation.scores import evaluate_at
 from orchestrator.evaluation.soup import average_of
 from orchestrator.optimizers import OptimizerConfig
 from orchestrator.sweeps.estimate import checkpoint_bytes, layout

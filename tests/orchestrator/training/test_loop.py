@@ -1,6 +1,6 @@
 """The step and the loop, on random images and without files."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -68,6 +68,7 @@ def run_loop(
     until: int | None = None,
     model: ViT | None = None,
     calls: Log | None = None,
+    validate: Callable[[], Metrics] | None = None,
 ) -> tuple[Log, list[Metrics]]:
     """Returns the loop's calls in order, and every report."""
     calls = [] if calls is None else calls
@@ -79,9 +80,9 @@ def run_loop(
         calls.append(("report", step))
         reports.append(metrics)
 
-    def validate() -> Metrics:
+    def validated() -> Metrics:
         calls.append(("validate", -1))
-        return {"val/acc1": 0.5}
+        return validate() if validate else {"val/acc1": 0.5}
 
     run_steps(
         model,
@@ -92,7 +93,7 @@ def run_loop(
         start=start,
         until=until,
         report=report,
-        validate=validate,
+        validate=validated,
         save=lambda step: calls.append(("save", step)),
     )
     return calls, reports
@@ -280,6 +281,20 @@ def test_divergence_is_reported_and_ends_it() -> None:
     with pytest.raises(Diverged, match=r"train/loss is nan at step 3"):
         run_loop(run, model=model, calls=calls)
     assert calls == [("report", 3)]
+
+
+def test_a_validation_whose_outputs_are_not_finite_is_a_divergence() -> None:
+    """It reports no numbers of the model, and nothing is saved. Padding may be anything."""
+    run, calls = small_run(**{"train.steps": 4, "train.eval_every": 2}), list[tuple[str, int]]()
+    model = ViT(run.model)
+    model.head.register_forward_hook(lambda head, _, logits: logits if head.training else logits / 0)
+    batches = [random_batch(8, valid=5), random_batch(8, valid=0)]
+    with pytest.raises(Diverged, match="the outputs of 5 validation images are not finite at step 2"):
+        run_loop(run, model=model, calls=calls, validate=lambda: loop.evaluate(model, batches, run))
+    assert calls[-2:] == [("validate", -1), ("report", 2)]
+    found = loop.evaluate(model, batches, run)
+    assert {n for n, value in found.items() if value == value} == {"val/not_finite", "perf/ms_per_image"}
+    assert "val/not_finite" not in loop.evaluate(model, batches[1:], run)
 
 
 @pytest.mark.parametrize("at", [2, 4])
