@@ -41,6 +41,11 @@ class ModelRef:
     preparation: Preparation = Preparation()  # of the images that it learned from
     run_id: str | None = None  # of MLflow; None if MLflow does not know the run
 
+    @property
+    def images_together(self) -> int:
+        """The number of images that are routed together: a batch holds a multiple of it."""
+        return self.run.model.moe.images_per_group if self.run.model.moe else 1
+
     def load(self, device: torch.device | None = None) -> Model:
         """Returns the model in evaluation mode, and sets torch's number of threads for it.
 
@@ -79,7 +84,12 @@ class ModelRef:
             UsageError: if the batch does not hold whole routing groups for each worker, or the workers cannot
                 share the model.
         """
-        was = self.run.data
+        was, together = self.run.data, self.images_together
+        if together > 1 and batch_size % (together * scale.get("workers", 1)):
+            raise UsageError(
+                f"{self.name} routes {together} images together: `batch_size` {batch_size} must hold a"
+                f" multiple of {together} for each worker"
+            )
         try:
             data = DataConfig(
                 path=path,

@@ -235,7 +235,8 @@ class Transform:
         image = picture.pixels(scale)
         if self.eval_pixels == "timm":
             pillow = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
-            image = torch.from_numpy(np.array(tv.resize(pillow, [h, w], way))).permute(2, 0, 1)
+            pillow = pillow.resize((w, h), Image.Resampling[way.name])  # as torchvision's Resize does
+            image = torch.from_numpy(np.array(pillow)).permute(2, 0, 1)
         else:
             image = tv.resize(image[None], [h, w], way, antialias=True)[0]
         # torchvision, and so timm, rounds halves to even numbers; transformers cuts them off.
