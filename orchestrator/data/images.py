@@ -186,7 +186,7 @@ class Transform:
     eval_resize: Literal["shorter", "square"] = "shorter"
     eval_crop: float = 0.875
     eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    eval_pixels: Literal["whole", "timm", "transformers", "parts"] = "parts"
+    eval_pixels: Literal["whole", "timm", "transformers", "parts"] = "whole"
     randaugment: int = 0
     randaugment_magnitude: int = 10
     three_augment: bool = False
@@ -221,8 +221,7 @@ class Transform:
         h, w = (int(short * side / shorter) if shorter else short for side in (height, width))
         if self.eval_pixels != "parts" and h * w <= MAX_PIXELS:
             return self._middle(picture, h, w)
-        sides = (height, width) if self.eval_resize == "square" else [min(height, width)] * 2
-        h, w = (max(1, round(side * self.eval_crop)) for side in sides)
+        h, w = (max(1, round((shorter or side) * self.eval_crop)) for side in (height, width))
         middle = Box((height - h) // 2, (width - w) // 2, h, w)
         return _cropped(picture, middle, size, self.eval_interpolation)
 
