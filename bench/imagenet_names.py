@@ -9,7 +9,7 @@ has its own names in `torchvision.models._meta`. Both are in the order of the id
 import csv
 from pathlib import Path
 
-import timm.data
+from timm.data.imagenet_info import ImageNetInfo
 from torchvision.models import _meta
 
 OUT = Path(__file__).parents[1] / "orchestrator" / "evaluation" / "imagenet.csv"
@@ -18,8 +18,8 @@ HEADER = ("wnid", "timm, Hugging Face", "torchvision")
 
 def rows() -> list[tuple[str, str, str]]:
     """Returns the three names of each class."""
-    timms = timm.data.ImageNetInfo("imagenet-1k")
-    words = [timms.index_to_description(label) for label in range(1000)]
+    timms = ImageNetInfo("imagenet-1k")
+    words = [str(timms.index_to_description(label)) for label in range(1000)]
     return [*zip(timms.label_names(), words, _meta._IMAGENET_CATEGORIES, strict=True)]
 
 

@@ -61,6 +61,13 @@ def tasks_of(
 
     wanted, tasks = parse_grid(grid) if grid else None, []
     models = models_of(references, on.places, store)
+    reasons = {model.location: why_not_in(model, on.batch_size) for model in models}
+    refused = [f"{model.name}: {reasons[model.location]}" for model in models if reasons[model.location]]
+    if len(refused) == len(models):
+        raise UsageError("; ".join(refused))
+    for reason in refused:
+        print(f"left out {reason}", flush=True)
+    models = [model for model in models if not reasons[model.location]]
     for model in models:
         config, path = model.run.model, on.path(model)
         outputs = labels_by_name(model, path, classes)
@@ -78,6 +85,16 @@ def tasks_of(
         reasons = "; ".join(f"{model.name}: {why_impossible(model.run.model, wanted[0])}" for model in models)
         raise UsageError(f"--grid {' '.join(grid)}: none of the models can run at these points: {reasons}")
     return tasks
+
+
+def why_not_in(model: ModelRef, batch_size: int) -> str | None:
+    """The reason why a model cannot run in batches of this size; None if it can."""
+    together = model.images_together
+    if batch_size % together == 0:
+        return None
+    return (
+        f"--batch-size {batch_size}: it routes {together} images together, and needs a multiple of {together}"
+    )
 
 
 def labels_by_name(model: ModelRef, path: str, classes: str | None) -> tuple[int, ...] | None:

@@ -49,7 +49,7 @@ from jobs._cli import (
     results_of,
 )
 from jobs._flags import MODELS, POINT, flag, numbers, parse
-from jobs._grid import evaluate_grid, labels_by_name
+from jobs._grid import evaluate_grid, labels_by_name, why_not_in
 from jobs._image_text import evaluate_retrieval, evaluate_zero_shot
 from jobs._sharded import Workers
 from orchestrator.errors import UsageError
@@ -163,12 +163,20 @@ def evaluate(flags: EvaluateFlags) -> None:
     if out:
         check_file("--out", out)
     store = flags.on.places.open_store()
-    models = possible_at(point, models_of(flags.model, flags.on.places, store))
-    reports = [evaluate_model(flags, model, point, store) for model in models]
-    print_reports(reports, per_class=flags.per_class)
-    if out:
+    models = possible_at(point, models_of(flags.model, flags.on.places, store), flags.on.batch_size)
+    reports, failures = [], []
+    for model in models:
+        try:
+            reports.append(evaluate_model(flags, model, point, store))
+        except UsageError as error:
+            failures.append(f"{model.name}: {error}" if len(models) > 1 else str(error))
+    if reports:
+        print_reports(reports, per_class=flags.per_class)
+    if reports and out:
         storage.write_bytes(out, json.dumps(reports, indent=1).encode())
         print(f"figures  {flags.out}")
+    if failures:
+        raise UsageError("; ".join(failures))
 
 
 def evaluate_texts(flags: EvaluateFlags) -> None:
@@ -191,11 +199,13 @@ def evaluate_texts(flags: EvaluateFlags) -> None:
         print(f"figures  {flags.out}")
 
 
-def possible_at(point: RoutingOverrides, models: list[ModelRef]) -> list[ModelRef]:
-    """The models that can run at the point; names the others. Raises UsageError if no model can."""
+def possible_at(point: RoutingOverrides, models: list[ModelRef], batch_size: int) -> list[ModelRef]:
+    """The models that can run at the point, in such batches; names the others. Raises UsageError if no model
+    can.
+    """
     from orchestrator.evaluation.points import why_impossible
 
-    reasons = [why_impossible(model.run.model, point) for model in models]
+    reasons = [why_impossible(model.run.model, point) or why_not_in(model, batch_size) for model in models]
     refused = [f"{model.name}: {why}" for model, why in zip(models, reasons, strict=True) if why]
     if len(refused) == len(models):
         raise UsageError("; ".join(refused))

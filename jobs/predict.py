@@ -103,7 +103,7 @@ def predict(flags: PredictFlags) -> None:
             f"{model.name} was trained for {model.run.task.kind}: it has no classes to predict;"
             " --features writes what its head sees"
         )
-    group = model.run.model.moe.images_per_group if model.run.model.moe else 1
+    group = model.images_together
     if flags.batch_size % group:
         raise UsageError(f"--batch-size {flags.batch_size} must be a multiple of {group}, the routing group")
     out, images = (storage.absolute(place).rstrip("/") for place in (flags.out, flags.images))

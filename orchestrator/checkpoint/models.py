@@ -51,6 +51,11 @@ class ModelRef:
         """The preparation of the images that it learned from, and so of any that it is given."""
         return Preparation(background=self.signature.background, white=self.signature.white)
 
+    @property
+    def images_together(self) -> int:
+        """The number of images that are routed together: a batch holds a multiple of it."""
+        return self.signature.images_per_group
+
     def load(self, device: torch.device | None = None) -> Model:
         """Returns the model in evaluation mode, and sets torch's number of threads for it.
 
@@ -89,7 +94,12 @@ class ModelRef:
             UsageError: if the batch does not hold whole routing groups for each worker, or the workers cannot
                 share the model.
         """
-        was = self.run.data
+        was, together = self.run.data, self.images_together
+        if together > 1 and batch_size % (together * scale.get("workers", 1)):
+            raise UsageError(
+                f"{self.name} routes {together} images together: `batch_size` {batch_size} must hold a"
+                f" multiple of {together} for each worker"
+            )
         try:
             data = DataConfig(
                 path=path,

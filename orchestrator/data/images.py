@@ -161,7 +161,7 @@ class Transform:
     eval_resize: Literal["shorter", "square"] = "shorter"
     eval_crop: float = 0.875
     eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    eval_pixels: Literal["whole", "timm", "transformers", "parts"] = "parts"
+    eval_pixels: Literal["whole", "timm", "transformers", "parts"] = "whole"
     randaugment: int = 0
     randaugment_magnitude: int = 10
     three_augment: bool = False
@@ -207,8 +207,7 @@ class Transform:
         h, w = (int(short * side / shorter) if shorter else short for side in (height, width))
         if self.eval_pixels != "parts" and h * w <= MAX_PIXELS:
             return self._middle(picture, h, w)
-        sides = (height, width) if self.eval_resize == "square" else [min(height, width)] * 2
-        h, w = (max(1, round(side * self.eval_crop)) for side in sides)
+        h, w = (max(1, round((shorter or side) * self.eval_crop)) for side in (height, width))
         middle = Box((height - h) // 2, (width - w) // 2, h, w)
         return _cropped(picture, middle, size, self.eval_interpolation)
 
@@ -221,8 +220,8 @@ class Transform:
         image = picture.pixels(scale)
         if self.eval_pixels == "timm":
             pillow = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
-            resized = tv.resize(pillow, [h, w], way)  # pyright: ignore[reportArgumentType]
-            image = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+            pillow = pillow.resize((w, h), Image.Resampling[way.name])  # as torchvision's Resize does
+            image = torch.from_numpy(np.array(pillow)).permute(2, 0, 1)
         else:
             image = tv.resize(image[None], [h, w], way, antialias=True)[0]
         # torchvision, and so timm, rounds halves to even numbers; transformers cuts them off.

@@ -67,6 +67,7 @@ IDENTITY = (
     "dtype",
 )
 PART = re.compile(r"part-(\d{6,})\.parquet")
+ROWS = 16  # images of a pass are a multiple: then an image's last bits do not depend on the others (on CPUs)
 FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
 READ_TOGETHER = 256  # images of a shard, whose reading begins at once
 READERS = 16  # files that an actor reads at a time, because object storages answer slowly
@@ -273,7 +274,8 @@ class Predictor:
     @torch.no_grad()
     def _predict(self, batch: Sequence[tuple[str, Tensor | BadImage]]) -> Iterator[dict[str, Any]]:
         # Workers that share a model exchange blocks of equal size.
-        count, size = self.batch_size if self.shared else len(batch), self.transform.size
+        count = self.batch_size if self.shared else -(-len(batch) // ROWS) * ROWS
+        size = self.transform.size
         pixels = torch.zeros(count, 3, size, size, dtype=torch.uint8)
         valid = torch.zeros(count)  # a bad image takes no capacity from its group
         for i, (_, image) in enumerate(batch):

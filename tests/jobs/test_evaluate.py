@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from jobs import _grid, evaluate
 from moe.cost import forward_gflops_2mac
@@ -57,6 +59,49 @@ def test_as_trained_it_is_what_training_said(home: Path, call: Call, tmp_path: P
         assert f"{report['model']}: ece: 15 bins of confidence" in printed
         assert report["calibration"]["fitted_on"] + report["calibration"]["judged_on"] == 367
         assert [row[0] for row in table["data"]] == [str(digit) for digit in range(10)]
+
+
+def test_one_image_alone(home: Path, call: Call, tmp_path: Path):
+    """What routes images together is named and left out, and the others have their results; so has what comes
+    before a model that fails.
+    """
+    out, pairs = tmp_path / "figures.json", str(tmp_path / "pairs.safetensors")
+    with safe_open(home / "token.safetensors", "pt") as file:
+        metadata, tensors = file.metadata(), load_file(home / "token.safetensors")
+    config = json.loads(metadata["config"])
+    config["model"]["moe"]["images_per_group"] = 2
+    save_file(tensors, pairs, metadata | {"config": json.dumps(config)})
+    models = ("tiny/trials/dense", pairs, "tiny/trials/soft")
+    stopped, printed = call(evaluate.main, *models, "--batch-size", "1", "--repeats", "1", "--out", str(out))
+    assert stopped == "", printed
+    refused = "--batch-size 1: it routes 2 images together, and needs a multiple of 2"
+    assert f": {refused}" in next(line for line in printed.splitlines() if "left out" in line)
+    reports = json.loads(out.read_text())
+    assert len(reports) == 2
+    for report, arm in zip(reports, ("dense", "soft"), strict=True):
+        assert report["metrics"]["acc1"] == trial(home, arm).metrics["val/acc1"]
+    for mode in ((), ("--grid",)):
+        assert refused in call(evaluate.main, pairs, "--batch-size", "1", *mode)[0]
+    assert "must hold a multiple of 2" in call(evaluate.main, pairs, "--batch-size", "1", "--shots", "1")[0]
+
+
+def test_names_in_other_spellings(home: Path, digits: str, call: Call, tmp_path: Path):
+    """Data with other names, in another order, find the model's outputs by a file; without it they are
+    refused, and the models before keep their results.
+    """
+    words = ["nine", "eight", "seven", "six", "five", "four", "three", "two", "one", "zero"]
+    source, other = open_source("digits"), str(tmp_path / "words")
+    splits = {name: [s._replace(label=9 - s.label) for s in some] for name, some in source.splits.items()}
+    write_shards(other, words, splits)
+    file, out = tmp_path / "names.csv", tmp_path / "figures.json"
+    file.write_text("".join(f"{word},{9 - place}\n" for place, word in enumerate(words)))
+    args = ("tiny/trials/soft", "--repeats", "1", "--data", other, "--out", str(out))
+    assert "do not compare with these labels" in call(evaluate.main, *args)[0]
+    stopped, printed = call(evaluate.main, *args, "--classes", str(file))
+    assert stopped == "", printed
+    (report,) = json.loads(out.read_text())
+    assert report["metrics"]["acc1"] == trial(home, "soft").metrics["val/acc1"]
+    assert report["classes"]["class"] == [str(digit) for digit in range(10)]
 
 
 def test_label_sets_of_the_same_classes(home: Path, digits: str, call: Call, tmp_path: Path):

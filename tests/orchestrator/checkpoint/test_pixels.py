@@ -104,8 +104,8 @@ def test_configs_of_earlier_versions_keep_their_pixels() -> None:
     assert config["data"].pop("eval_pixels") == "whole"
     old = read_config(RunConfig, config).data
     assert old.eval_pixels == "parts"
-    _, content = image_of(50, 37)
-    assert torch.equal(ours(old, content), normalize(Transform(size=SIZE)(content)[None])[0])
+    (_, content), parts = image_of(50, 37), Transform(size=SIZE, eval_pixels="parts")
+    assert torch.equal(ours(old, content), normalize(parts(content)[None])[0])
     assert not torch.equal(ours(old, content), ours(DataConfig(), content))
     assert read_config(RunConfig, to_dict(RunConfig())).data.eval_pixels == "whole"
 

@@ -65,6 +65,38 @@ def test_another_config_is_refused_and_every_change_named(mode: StartMode, tmp_p
     assert content(directory) == before
 
 
+def test_a_longer_run_is_told_how(tmp_path: Path) -> None:
+    """Another run from its weights; a branch, if a checkpoint from before the cooldown is there."""
+    run = run_at(tmp_path, train__steps=100, model__width=8)
+    acquire_run_dir(run, DIGEST)
+    own, model = RunDir.of(run), run.model.build(seed=0)
+    checkpoints = Checkpoints(own.checkpoints, CheckpointConfig(asynchronous=False, keep_last=9))
+    cosine = run_at(tmp_path, name="cosine", train__schedule__kind="cosine", train__steps=100)
+
+    def refusal(was: RunConfig, **changes: float | str) -> str:
+        with pytest.raises(UsageError) as caught:
+            acquire_run_dir(override(was, {n.replace("__", "."): v for n, v in changes.items()}), DIGEST)
+        return str(caught.value)
+
+    weights = f"train.init_from={own.checkpoints} train.init_optimizer=true train.schedule.warmup_steps=0"
+    branch = f"train.trunk={own.checkpoints}/step-00000080 train.schedule.warmup_steps=10"
+    for step in (100, 90, 80, 40):
+        optimizer = run.train.optimizer.build(model)
+        checkpoints.save(step, model, optimizer, images=1, progress={}, config=to_dict(run))
+        checkpoints.finish()
+        said = refusal(run, train__steps=200)
+        assert weights in said
+        assert (branch in said) == (step <= 80), step
+        assert ("before its cooldown at step 80" in said) == (step > 80), step
+    assert weights in refusal(run, train__lr=0.5)
+    assert "train.trunk" not in refusal(run, train__lr=0.5, train__steps=200)
+    assert "train.init_from" not in refusal(run, train__steps=200, train__seed=3)
+    acquire_run_dir(cosine, DIGEST)
+    Path(RunDir.of(cosine).path, "metrics.jsonl").write_text("{}")
+    assert "cooldown" not in (said := refusal(cosine, train__steps=200))
+    assert "train.init_from" in said
+
+
 def test_other_refusals(tmp_path: Path) -> None:
     """Nothing to resume, changed data, a sweep in the directory, a damaged record."""
     directory = tmp_path / "run"
