@@ -20,6 +20,7 @@ from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers import RouterConfig
 from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef
+from orchestrator.checkpoint.weights import signature_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import normalize
@@ -389,7 +390,8 @@ def test_an_image_has_the_same_answer_in_every_batch(router: RouterConfig | None
     images one by one.
     """
     vit, rng = build_vit(router), Random(0)
-    ref = ModelRef(name="m", location="", run=override(RunConfig(), {"model": to_dict(vit.config)}), step=0)
+    run = override(RunConfig(), {"model": to_dict(vit.config)})
+    ref = ModelRef(name="m", location="", run=run, step=0, signature=signature_of(run))
     predictor = Predictor(ref, AS_TRAINED, "", 64, None, shared=vit.eval())
     predictor.shared = False  # it is alone
     pixels = torch.randint(0, 256, (12, 3, 8, 8), generator=torch.Generator().manual_seed(0)).byte()

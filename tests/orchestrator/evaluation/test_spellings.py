@@ -11,6 +11,7 @@ import torch
 
 from bench import imagenet_names
 from orchestrator.checkpoint.models import ModelRef
+from orchestrator.checkpoint.weights import signature_of
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch
 from orchestrator.errors import UsageError
@@ -21,7 +22,9 @@ WNID, WORDS, SHORT = zip(*imagenet_names.rows(), strict=True)
 
 
 def found(data: Any, model: Any, folder: Path, spellings: str = "imagenet") -> tuple[int, ...]:
-    of = ModelRef(name="m", location="", run=RunConfig(), step=0, classes=tuple(model))
+    of = ModelRef(
+        name="m", location="", run=RunConfig(), step=0, signature=signature_of(RunConfig(), classes=model)
+    )
     return outputs_of_labels(of, data_of(folder, tuple(data)), spellings)
 
 
@@ -62,7 +65,7 @@ def test_a_file_of_two_columns(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(UsageError, match=message):
             found(("a",), ("b",), tmp_path / "bad", str(file))
-    nameless = ModelRef(name="m", location="", run=RunConfig(), step=0)
+    nameless = ModelRef(name="m", location="", run=RunConfig(), step=0, signature=signature_of(RunConfig()))
     with pytest.raises(UsageError, match="m has no names of classes"):
         outputs_of_labels(replace(nameless, classes=None), data_of(tmp_path / "z", ("a",)), "imagenet")
 
