@@ -50,9 +50,8 @@ class ImageClassifier:
         pixels = torch.stack([self._decoded(row, image) for row, image in enumerate(images.iloc[:, 0])])
         group = self.signature.images_per_group
         # The last bits of torch's products depend on the number of rows.
-        passes = pixels.split(
-            group if self.device.type == "cpu" else max(1, IMAGES_PER_PASS // group) * group
-        )
+        groups = 1 if self.device.type == "cpu" else max(1, IMAGES_PER_PASS // group)
+        passes = pixels.split(groups * group)
         logits = torch.cat([self.model(normalize(each.to(self.device))).logits for each in passes])
         is_finite = logits.isfinite().all(-1)
         if not is_finite.all():

@@ -2,7 +2,6 @@
 
 import csv
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,13 @@ from tests.orchestrator.checkpoint.test_classes import data_of
 WNID, WORDS, SHORT = zip(*imagenet_names.rows(), strict=True)
 
 
+def named(classes: Any) -> ModelRef:
+    run = RunConfig()
+    return ModelRef(name="m", location="", run=run, step=0, signature=signature_of(run, classes=classes))
+
+
 def found(data: Any, model: Any, folder: Path, spellings: str = "imagenet") -> tuple[int, ...]:
-    of = ModelRef(
-        name="m", location="", run=RunConfig(), step=0, signature=signature_of(RunConfig(), classes=model)
-    )
-    return outputs_of_labels(of, data_of(folder, tuple(data)), spellings)
+    return outputs_of_labels(named(model), data_of(folder, tuple(data)), spellings)
 
 
 def test_imagenet_comes_in_three_spellings(tmp_path: Path) -> None:
@@ -65,9 +66,8 @@ def test_a_file_of_two_columns(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(UsageError, match=message):
             found(("a",), ("b",), tmp_path / "bad", str(file))
-    nameless = ModelRef(name="m", location="", run=RunConfig(), step=0, signature=signature_of(RunConfig()))
     with pytest.raises(UsageError, match="m has no names of classes"):
-        outputs_of_labels(replace(nameless, classes=None), data_of(tmp_path / "z", ("a",)), "imagenet")
+        outputs_of_labels(named(None), data_of(tmp_path / "z", ("a",)), "imagenet")
 
 
 def test_labels_become_outputs() -> None:
