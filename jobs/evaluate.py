@@ -33,8 +33,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
-from functools import partial
-from math import log2
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +50,13 @@ from jobs._flags import MODELS, POINT, flag, numbers, parse
 from jobs._grid import evaluate_grid, labels_by_name, why_not_in
 from jobs._image_text import evaluate_retrieval, evaluate_zero_shot
 from jobs._sharded import Workers
+from jobs._shots import evaluate_shots
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
     from orchestrator.checkpoint.models import ModelRef
     from orchestrator.tracking.store import Tracking
-    from orchestrator.training.fewshot import FewShotResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +143,7 @@ def main() -> None:
                 flags.model, flags.grid, flags.on, flags.by, flags.classes, repeats=repeats, out=flags.out
             )
         elif flags.shots:
-            evaluate_shots(flags)
+            evaluate_shots(flags.model, flags.shots, flags.on, flags.by, seeds=flags.seeds or 3)
         elif flags.zero_shot is not None or flags.retrieval:
             evaluate_texts(flags)
         else:
@@ -328,82 +326,6 @@ def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
         cells = zip(*report["classes"].values(), strict=True)
         rows = [["-" if cell is None else cell for cell in row] for row in cells]
         print_table(report["classes"], rows, title=f"{report['model']} by class")
-
-
-def evaluate_shots(flags: EvaluateFlags) -> None:
-    """Classifies from few images, records and prints, model by model."""
-    from orchestrator.tracking.store import redact_uri
-
-    store, seeds = flags.on.places.open_store(), flags.seeds or 3
-    models, results = models_of(flags.model, flags.on.places, store), {}
-    for model in models:
-        results[model.name] = result = classify(flags, model, store, seeds=seeds, first=not results)
-        shown = "  ".join(f"{shots}-shot {result.mean(shots):.4f}" for shots in result.strength)
-        print(f"{model.name}: {shown}", flush=True)
-    print(f"\naccuracy on frozen features, mean of {seeds} draws of the shots; L2 of the best mean rank")
-    print_shots(results)
-    unknown = [model.name for model in models if model.run_id is None]
-    print_unrecorded(unknown)
-    if len(unknown) < len(models):
-        where = "fewshot/<data>/step-<step>/acc_<n>shot and draws.json in each model's run"
-        print(f"MLflow   {redact_uri(store.uri)}: {where}")
-
-
-def classify(
-    flags: EvaluateFlags, model: ModelRef, store: Tracking, *, seeds: int, first: bool
-) -> FewShotResult:
-    """Classifies by one model, and writes the result to its MLflow run. For the first model, also prints the
-    classes that have too few images.
-
-    Raises:
-        UsageError: for shots or data that cannot be used.
-    """
-    from orchestrator.config import FewShotConfig
-    from orchestrator.training.fewshot import few_shots, rare_classes, short_names
-
-    paths, shots, batch_size = flags.on.paths(model), flags.shots or (), flags.on.batch_size
-    try:
-        config = FewShotConfig(paths=paths, shots=shots, seeds=seeds)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    sets = short_names(paths)
-    for name, path in sets.items() if first else ():
-        if few := rare_classes(model.run_on(path, batch_size=batch_size), max(shots)):
-            print(f"{name}: {few}", flush=True)
-    run = model.run_on(model.run.data.path, batch_size=batch_size)
-    result = flags.by.measure(model, partial(few_shots, run=run, config=config), flags.on)
-    if model.run_id:
-        record_shots(store, model.run_id, model.step, sets, result)
-    return result
-
-
-def record_shots(
-    store: Tracking, run_id: str, step: int, sets: dict[str, str], result: FewShotResult
-) -> None:
-    """Writes the result to the model's MLflow run. The time of day is its step, so that a later evaluation
-    follows an earlier one.
-    """
-    run, names = results_of(store, run_id, *sets.values())
-    for data, name in zip(names, sets, strict=True):
-        where = f"fewshot/{data}/step-{step}"
-        run.log({f"{where}/acc_{shots}shot": result.mean(shots, name) for shots in result.strength})
-        rows = [
-            (shots, seed, accuracy, strength)
-            for shots, strength in result.strength.items()
-            for seed, accuracy in enumerate(result.accuracy[name, shots])
-        ]
-        columns = ("shots", "seed", "accuracy", "l2")
-        run.write_table(f"{where}/draws.json", dict(zip(columns, zip(*rows, strict=True), strict=True)))
-
-
-def print_shots(results: dict[str, FewShotResult]) -> None:
-    rows, shots = [], list(next(iter(results.values())).strength)
-    for model, result in results.items():
-        rows += [(model, name, *(result.mean(s, name) for s in shots)) for name in result.names()]
-        if len(result.names()) > 1:
-            rows.append((model, "mean", *(result.mean(s) for s in shots)))
-        rows += [(model, "L2", *(f"2^{log2(result.strength[s]):.0f}" for s in shots)), ()]
-    print_table(("model", "data", *(f"{s}-shot" for s in shots)), rows, left=2)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Signature(Config):
             unknown.
     """
 
-    image_size: NonNegativeInt
+    image_size: NonNegativeInt = 0
     channels: PositiveInt = 3
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[PositiveFloat, ...] = (0.5, 0.5, 0.5)

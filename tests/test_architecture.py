@@ -105,11 +105,12 @@ orchestrator.evaluation: moe orchestrator.checkpoint orchestrator.codec orchestr
     orchestrator.tracking orchestrator.training
 papers: moe orchestrator papers
 jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._list jobs._main
-    jobs._sharded jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe orchestrator
+    jobs._sharded jobs._shots jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe orchestrator
 jobs._flags:
 jobs._cli: jobs jobs._flags jobs._signals orchestrator
 jobs._signals: orchestrator.training.notice
 jobs._grid: jobs._cli jobs._sharded orchestrator
+jobs._shots: jobs._cli jobs._sharded orchestrator
 jobs._list: jobs._cli moe orchestrator
 jobs._describe: moe orchestrator
 jobs._sweep_plan: jobs._cli orchestrator

@@ -54,7 +54,7 @@ class ModelRef:
     @property
     def images_together(self) -> int:
         """The number of images that are routed together: a batch holds a multiple of it."""
-        return self.signature.images_per_group
+        return self.run.model.moe.images_per_group if self.run.model.moe else 1
 
     def load(self, device: torch.device | None = None) -> Model:
         """Returns the model in evaluation mode, and sets torch's number of threads for it.

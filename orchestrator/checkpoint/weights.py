@@ -290,7 +290,7 @@ def signature_of_run(run: RunConfig) -> Signature:
         manifest = open_manifest(run.data.path)
     except (UsageError, OSError):
         return signature_of(run, origin=origin)
-    names = manifest.classes if run.task.classifies else ()
+    names = manifest.classes
     return signature_of(
         run,
         classes=names if len(names) == run.model.num_classes else None,

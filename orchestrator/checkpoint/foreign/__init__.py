@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from moe.adapt import shapes_of
-from moe.config import Config
 from moe.load import CONFIG, WEIGHTS
 from moe.model import ModelConfig
 from moe.models.vit import ViTConfig
@@ -206,7 +205,7 @@ def _as_exported(facts: Facts, opened: ForeignWeights) -> Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Changeable(Config):
+class _Changeable:
     """The parts of a run that changes to an imported model are about."""
 
     model: ModelConfig

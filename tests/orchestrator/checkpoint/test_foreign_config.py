@@ -221,7 +221,7 @@ def test_the_two_towers_of_siglip_and_their_config(tmp_path: Path) -> None:
 def test_several_labels_for_an_image_are_probabilities_of_their_own(tmp_path: Path) -> None:
     for problem, loss in ((None, "softmax"), ("multi_label_classification", "sigmoid")):
         copy = configured("hf_vit", tmp_path, {"problem_type": problem})
-        assert plan_import(str(copy), name="x").run.task.probability == loss
+        assert plan_import(str(copy), name="x").run.task.output == loss
     with pytest.raises(UsageError, match="problem_type='regression': the outputs"):
         plan_import(str(configured("hf_vit", tmp_path, {"problem_type": "regression"})), name="x")
 

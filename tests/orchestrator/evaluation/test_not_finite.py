@@ -19,7 +19,6 @@ from orchestrator.codec import to_dict
 from orchestrator.config import FewShotConfig, RunConfig
 from orchestrator.data.batch import Batch
 from orchestrator.data.images import Transform
-from orchestrator.data.preparation import Preparation
 from orchestrator.errors import UsageError
 from orchestrator.evaluation import evaluate, image_text, scores
 from orchestrator.evaluation.predict import NOT_FINITE, Predictor, list_parts
@@ -52,8 +51,8 @@ def images(model: ModelRef, data: str, **fields: Any) -> Any:
 
 def served(model: ModelRef, data: str) -> None:
     one = ImageClassifier.__new__(ImageClassifier)
-    one.model, one.device, one.classes, one.is_sigmoid = model.load(), torch.device("cpu"), [*TEN], False
-    one.preparation, one.transform = Preparation(), Transform(size=model.run.model.image_size)
+    one.model, one.device, one.signature = model.load(), torch.device("cpu"), model.signature
+    one.preparation, one.transform = model.preparation, Transform.of(model.signature)
     one.predict(pd.DataFrame({"image": [png(torch.zeros(8, 8, 3).numpy())]}))
 
 
