@@ -222,7 +222,7 @@ def test_several_labels_for_an_image_are_probabilities_of_their_own(tmp_path: Pa
     for problem, loss in ((None, "softmax"), ("multi_label_classification", "sigmoid")):
         copy = configured("hf_vit", tmp_path, {"problem_type": problem})
         assert plan_import(str(copy), name="x").run.task.output == loss
-    with pytest.raises(UsageError, match="problem_type='regression': the outputs"):
+    with pytest.raises(UsageError, match="problem_type 'regression': the model here classifies"):
         plan_import(str(configured("hf_vit", tmp_path, {"problem_type": "regression"})), name="x")
 
 
