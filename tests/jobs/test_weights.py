@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from jobs import evaluate, export, import_weights, train
 from moe.load import load
+from orchestrator import load_model
 from orchestrator.checkpoint.start import start_from
 from orchestrator.sweeps.catalog import make_sweep
 
@@ -153,3 +155,36 @@ def test_the_loss_before_training_is_measured_beside_that_of_the_weights(
     assert math.isclose(before["init/loss"], before["init/loss_source"], rel_tol=1e-6)
     assert after["init/loss_source"] == before["init/loss_source"]
     assert not math.isclose(after["init/loss"], after["init/loss_source"], rel_tol=1e-5)
+
+
+def test_classes_of_another_order_or_name(
+    empty_home: Path, call: Call, digits: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run says what becomes of its outputs, and the weights' own model, whose labels mean something else,
+    has no loss on its images.
+    """
+    small = ["--set", "train.steps=1", "model.width=16", "model.mlp_dim=32", "model.moe=null"]
+    assert (
+        call(train.main, "--name", "there", "--data", digits, *small, "train.schedule.warmup_steps=0")[0]
+        == ""
+    )
+    there = load_model("there", root=str(empty_home)).get_parameter("head.weight")
+    assert there.any()
+    others = {
+        "order": ("9876543210", "which have another order there"),
+        "names": (
+            "abcdefghij",
+            "a new head: its classes are 10 (a, b, c, ..), and those of the weights 10 (0,",
+        ),
+    }
+    for name, (classes, said) in others.items():
+        path = Path(shutil.copytree(digits, empty_home.parent / name))
+        content = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(content | {"classes": [*classes]}))
+        begins = ["--name", name, "--data", str(path), "--init-from", "there"]
+        caplog.clear()
+        assert call(train.main, *begins, *small, "train.lr=0")[0] == ""
+        assert said in caplog.text
+        assert "own model" not in caplog.text
+        head = load_model(name, root=str(empty_home)).get_parameter("head.weight")
+        assert torch.equal(head, there.flip(0) if name == "order" else torch.zeros_like(there))
