@@ -134,8 +134,8 @@ FIELDS = ("train.steps=400", "train.report_every=10", "checkpoint.every=400")
     ("sent", "workers"),
     [
         pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.smoke),
-        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.smoke),  # two workers: tests/cluster/test_slurm.py
     ],
 )
 def test_a_run_saves_and_continues_without_repeating_a_step(sent, workers, tmp_path):

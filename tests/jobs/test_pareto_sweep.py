@@ -120,7 +120,8 @@ def test_a_search_learns_from_its_own_data_alone(
 @pytest.mark.smoke  # 12 trials, and a confirmation on two workers
 def test_the_quickstart_confirms_its_knee(empty_home: Path) -> None:
     """`make sweep` with fewer steps and one seed."""
-    command = ["jobs/pareto_sweep.py", "--seeds", "1", "--set", "train.steps=12", "train.report_every=6"]
+    command = ["jobs/pareto_sweep.py", "--seeds", "1", "--max-concurrent", "1"]
+    command += ["--set", "train.steps=12", "train.report_every=6"]
     env = {"MOE_FRONTIER_HOME": str(empty_home), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
     done = subprocess.run(
         [sys.executable, *command],

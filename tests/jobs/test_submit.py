@@ -123,7 +123,7 @@ def test_stopped_and_submitted_again_it_finds_what_a_laptop_finds(env, head, und
     home = Path(env["MOE_FRONTIER_HOME"])
     detached = submit(env, head, *SWEEP, flags=["--no-wait", "--submission-id", "first"])
     assert detached.returncode == 0, detached.stdout + detached.stderr
-    give_up = time.monotonic() + 200
+    give_up = time.monotonic() + 600
     while not list(home.glob("small/trials/*/result.json")):
         assert time.monotonic() < give_up, ray_job(env, head, "logs", "first")
         time.sleep(0.2)
