@@ -86,7 +86,7 @@ def on_workers(
 
 def _work(work: Mapping[str, Any]) -> None:
     """Writes a UsageError to a file: of several workers' errors, Ray may show another one."""
-    call = ray.get(work["call"])
+    call: dict[str, Any] = ray.get(work["call"])
     own = RunDir.of(call["config"]["run"])
     first = ray.train.get_context().get_world_rank() == 0
     ours = logging.getLogger("orchestrator")  # without Ray's own lines
