@@ -90,6 +90,8 @@ orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestr
     orchestrator.threads
 orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrator.config orchestrator.data
     orchestrator.plugins orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training
+orchestrator.training.cleaner:
+orchestrator.training.heartbeat:
 orchestrator.frontier: orchestrator.frontier
 orchestrator.frontier.pareto:
 orchestrator.frontier.points: moe.model orchestrator.frontier.pareto
@@ -125,9 +127,9 @@ ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orch
     orchestrator.evaluation.sharded
     orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.machines
     orchestrator.sweeps.preflight orchestrator.sweeps.scheduler orchestrator.sweeps.search
-    orchestrator.training.cluster orchestrator.training.fit orchestrator.training.gauges
-    orchestrator.training.heartbeat orchestrator.training.launch orchestrator.training.resources
-    orchestrator.training.torch_trainer
+    orchestrator.training.cleaner orchestrator.training.cluster orchestrator.training.fit
+    orchestrator.training.gauges orchestrator.training.heartbeat orchestrator.training.launch
+    orchestrator.training.resources orchestrator.training.torch_trainer
 mlflow: orchestrator.tracking
 boto3: orchestrator.stores
 obstore: orchestrator.credentials orchestrator.stores

@@ -26,15 +26,22 @@ SHORT = {"model.width": 16, "train.steps": 20, "train.lr": 5e-3, "checkpoint.eve
 
 def train_sweep(home: Path, data: str) -> None:
     """The sweep `tiny` of three arms, and an export of each."""
-    base = override(RunConfig(), {**SHORT, "name": "tiny", "data.path": data, "storage": str(home)})
-    sweep = Sweep(base=base, arms=ARMS)
-    directory = begin_sweep(sweep, data_digest=open_manifest(data).digest())
-    for arm, run in sweep.runs().items():
-        fit(run, lambda step, metrics: None)
+    sweep = Sweep(base=override(RunConfig(), {**SHORT, "name": "tiny"}), arms=ARMS)
+    for arm, run in train_arms(sweep, home, data).items():
         export(RunDir.of(run).checkpoints, f"{home}/{arm}.safetensors")
+
+
+def train_arms(sweep: Sweep, home: Path, data: str) -> dict[str, RunConfig]:
+    """Trains the arms one after the other in this process, and publishes them; returns their runs."""
+    base = override(sweep.base, {"data.path": data, "storage": str(home)})
+    sweep = replace(sweep, base=base)
+    directory = begin_sweep(sweep, data_digest=open_manifest(data).digest())
+    for run in sweep.runs().values():
+        fit(run, lambda step, metrics: None)
     SweepDir(directory).write(replace(sweep_record(directory), status="finished"))
     publish(directory)
     Sync(open_store(home), directory).update()
+    return sweep.runs()
 
 
 def open_store(home: Path) -> Tracking:

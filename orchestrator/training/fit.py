@@ -39,6 +39,7 @@ from orchestrator.training.gauges import Gauges
 from orchestrator.training.heartbeat import HeartbeatMonitor, HeartbeatSender
 from orchestrator.training.launch import on_workers
 from orchestrator.training.metrics_file import LOG, METRICS, POLL_S, LineReader, poll_s
+from orchestrator.training.profile import current_phase
 from orchestrator.training.resources import (
     CPU_FOR_DATA,
     is_inline,
@@ -351,7 +352,7 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     own = RunDir.of(run)
     own.check_visible()
     rank = ray.train.get_context().get_world_rank()
-    sender = HeartbeatSender(config["heartbeats"], rank)
+    sender = HeartbeatSender(config["heartbeats"], rank, current_phase)
     train_worker(
         run,
         report=Gauges(run.name, rank).report,

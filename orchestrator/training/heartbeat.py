@@ -1,5 +1,5 @@
 """Heartbeats of a run's workers, by which the driver says why a run stands still, and which machine is gone
-when it fails.
+when it fails. Their store is a process of its own, which loads this file and no torch.
 """
 
 import logging
@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
-
-from orchestrator.training.profile import current_phase
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +60,9 @@ class HeartbeatSender:
     with its process or machine.
     """
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank, self._steps = store, rank, 0
+    def __init__(self, store: Any, rank: int, phase: Callable[[], str]) -> None:
+        """`phase` returns what the worker does (`profile.current_phase`)."""
+        self._store, self._rank, self._phase, self._steps = store, rank, phase, 0
         self._place = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         threading.Thread(target=self._send, daemon=True, name="heartbeat").start()
 
@@ -79,7 +78,7 @@ class HeartbeatSender:
     def _send(self) -> None:
         with suppress(Exception):  # of Ray, whose calls fail once this process ends
             while True:
-                self._store.put.remote(self._rank, Heartbeat(*self._place, self._steps, current_phase()))
+                self._store.put.remote(self._rank, Heartbeat(*self._place, self._steps, self._phase()))
                 time.sleep(BEAT_S)
 
 

@@ -51,12 +51,14 @@ def on_workers(
     refused = RunDir.of(run).refused
     storage.delete(refused)
     feeds = start_feeds(run, pin_to_this_node()) if with_feeds else []
-    # Ray's controller, which runs on this node, keeps its state here; ours is in the run's directory.
+    # Ray's controller reads its arguments too: of a reference, it imports nothing.
+    call = {"function": function, "config": {**config, "run": run, "feeds": feeds}}
+    # The controller, which runs on this node, keeps its state here; ours is in the run's directory.
     scratch = tempfile.TemporaryDirectory(prefix="ray-train-")
     try:
         Trainer(
             _work,
-            train_loop_config={"function": function, "config": {**config, "run": run, "feeds": feeds}},
+            train_loop_config={"call": ray.put(call)},
             torch_config=ConnectConfig(
                 backend="cpu:gloo,cuda:nccl" if gpu else "gloo", timeout_s=COLLECTIVE_S
             ),
@@ -82,8 +84,9 @@ def on_workers(
         scratch.cleanup()
 
 
-def _work(call: Mapping[str, Any]) -> None:
+def _work(work: Mapping[str, Any]) -> None:
     """Writes a UsageError to a file: of several workers' errors, Ray may show another one."""
+    call: dict[str, Any] = ray.get(work["call"])
     own = RunDir.of(call["config"]["run"])
     first = ray.train.get_context().get_world_rank() == 0
     ours = logging.getLogger("orchestrator")  # without Ray's own lines

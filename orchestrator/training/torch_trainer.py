@@ -5,13 +5,12 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private.state import actors
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal.callbacks import placement_group_callback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.execution.controller import placement_group_cleaner
-from ray.train.v2._internal.execution.controller.placement_group_cleaner import PlacementGroupCleaner
+
+from orchestrator.training.cleaner import Cleaner
 
 
 class Trainer(TorchTrainer):
@@ -29,29 +28,12 @@ class Trainer(TorchTrainer):
 
 
 class _CleanerCallback(PlacementGroupCleanerCallback):
-    """Starts a `_Cleaner` beside the controller, in place of Ray's."""
+    """Starts a `Cleaner` beside the controller, in place of Ray's."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
         module: Any = placement_group_callback
-        module.PlacementGroupCleaner = _Cleaner
+        module.PlacementGroupCleaner = Cleaner
         super().after_controller_start(train_run_context)
-
-
-class _Cleaner(PlacementGroupCleaner):
-    """Frees the workers' resources when the controller has died, as its own cluster knows it.
-
-    Ray 2.60 asks a dashboard. A cluster without one names the port 8265 all the same, where another cluster
-    may answer, and takes a controller that this one does not know for dead: it would end a live training.
-    """
-
-    def start_monitoring(self) -> Any:
-        module: Any = placement_group_cleaner
-        module.is_actor_alive = _is_alive
-        return super().start_monitoring()
-
-
-def _is_alive(actor_id: str, timeout: float) -> bool:
-    return actors(actor_id).get("State") != "DEAD"
 
 
 class ConnectConfig(TorchConfig):

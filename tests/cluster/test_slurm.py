@@ -32,6 +32,7 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=3,bf_interval=3
 MpiDefault=none
 NodeName=m1 NodeAddr=10.77.0.1 CPUs=2
 NodeName=m2 NodeAddr=10.77.0.2 CPUs=2

@@ -12,14 +12,20 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> "State":
-    """Runs the sweep of `small_sweep.py` without a fault, and returns its state in MLflow."""
-    from tests.jobs.small_sweep import ARMS
-    from tests.jobs.test_killed_sweep import start, state
+def undisturbed(
+    digits: str, empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+) -> "State":
+    """Trains the arms of `small_sweep.py` one after the other in this process, without Ray and without a
+    fault, and returns their state in MLflow.
+    """
+    from tests.jobs.small_sweep import ARMS, make
+    from tests.jobs.test_killed_sweep import state
+    from tests.trained_sweep import train_arms
 
     home = tmp_path_factory.mktemp("undisturbed")
-    assert start(home).wait(timeout=900) == 0
-    found = state(f"sqlite:///{home}/mlflow.db")
+    uri = empty_store(home)
+    train_arms(make(), home, digits)
+    found = state(uri)
     assert [status for status, *_ in found.values()] == ["FINISHED"] * ARMS
     return found
 

@@ -1,10 +1,10 @@
-"""A sweep of eight small arms, for ``--sweep tests/jobs/small_sweep.py:make``."""
+"""A sweep of six small arms, for ``--sweep tests/jobs/small_sweep.py:make``."""
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.sweep import Sweep
 
-ARMS = 8
+ARMS = 6
 
 
 def make() -> Sweep:

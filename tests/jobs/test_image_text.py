@@ -102,7 +102,7 @@ def test_pictures_get_names_from_the_command_line(
     home: Path, captioned: str, call: Call, tmp_path: Path, cluster: None
 ) -> None:
     out = str(tmp_path / "said")
-    asked: Any = ["beside", "--images", captioned, "--split", "val", "--out", out]
+    asked: Any = ["beside", "--images", captioned, "--split", "val", "--out", out, "--workers", "1"]
     stopped, _ = call(predict.main, *asked, "--classes", *WORDS, "--template", "the digit {}")
     assert stopped == ""
     table = pandas.read_parquet(out)
@@ -126,7 +126,8 @@ def test_a_sweep_over_trained_towers(home: Path, call: Call, cluster: None) -> N
         *("--sweep", "lit", "--towers", "classes,beside", "--data", digits(str(home), "digits-captions")),
     )
     assert "an image tower has a linear head" in stopped
-    words = ["--sweep", "lit", "--towers", "classes", "--confirm", "0", "--set", "train.steps=20"]
+    words = ["--sweep", "lit", "--towers", "classes", "--confirm", "0", "--max-concurrent", "1"]
+    words += ["--set", "train.steps=20"]
     stopped, printed = call(pareto_sweep.main, *words)
     assert stopped == ""
     assert "val/zero_shot_acc1" in printed

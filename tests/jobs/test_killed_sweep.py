@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 State = dict[str, tuple[str, float, float, str]]
 
 
-def start(home: Path, *interpreter: str, **env: str) -> subprocess.Popen[bytes]:
+def start(home: Path, *interpreter: str, concurrent: int = 2, **env: str) -> subprocess.Popen[bytes]:
     job = ["jobs/pareto_sweep.py", "--sweep", "tests/jobs/small_sweep.py:make", "--confirm", "0"]
-    command = [*interpreter, *job]
+    command = [*interpreter, *job, "--max-concurrent", str(concurrent)]
     home.mkdir(exist_ok=True)
     with (home / "log.txt").open("ab") as log:
         return subprocess.Popen(
@@ -93,11 +93,12 @@ def state(uri: str) -> State:
 
 @pytest.mark.smoke
 def test_the_driver_and_a_worker_are_killed(tmp_path, undisturbed):
+    """Of a sweep that trains one trial at a time; those below train two."""
     home = tmp_path / "home"
-    driver = start(home)
+    driver = start(home, concurrent=1)
     until(lambda: complete(home) >= 2, driver, home)
     kill_driver(driver)
-    driver = start(home)
+    driver = start(home, concurrent=1)
     until(lambda: bool(trainers(driver)), driver, home)
     trainers(driver)[0].kill()
     assert driver.wait(timeout=900) == 0, (home / "log.txt").read_text()[-3000:]

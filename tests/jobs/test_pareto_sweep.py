@@ -1,9 +1,7 @@
 """`jobs/pareto_sweep.py` as a user runs it: trained, published, the same again."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -118,21 +116,13 @@ def test_a_search_learns_from_its_own_data_alone(
 
 
 @pytest.mark.smoke  # 12 trials, and a confirmation on two workers
-def test_the_quickstart_confirms_its_knee(empty_home: Path) -> None:
-    """`make sweep` with fewer steps and one seed."""
-    command = ["jobs/pareto_sweep.py", "--seeds", "1", "--set", "train.steps=12", "train.report_every=6"]
-    env = {"MOE_FRONTIER_HOME": str(empty_home), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "[12/12]" in done.stdout
-    assert "retraining" in done.stdout
+def test_the_quickstart_confirms_its_knee(cluster: None, empty_home: Path, call: Call) -> None:
+    """`make sweep` with fewer steps, one seed and one trial at a time."""
+    words = ["--seeds", "1", "--max-concurrent", "1", "--set", "train.steps=12", "train.report_every=6"]
+    stopped, said = call(pareto_sweep.main, *words)
+    assert not stopped
+    assert "[12/12]" in said
+    assert "retraining" in said
     spent = json.loads((empty_home / "quickstart/spent.json").read_text())
     assert (len(spent["jobs"]), spent["running"]) == (13, []), "the confirmation is paid for too"
 
@@ -149,7 +139,7 @@ def test_the_quickstart_confirms_its_knee(empty_home: Path) -> None:
     assert confirmed.data.params["scale.workers"] == "2"
     knee = client.get_model_version_by_alias("quickstart", "pareto-knee")
     assert client.get_run(str(knee.run_id)).data.tags["arm"] == confirmed.data.tags["arm"]
-    assert "linear classifier on pixels: val/acc1 0.1" in done.stdout
+    assert "linear classifier on pixels: val/acc1 0.1" in said
 
     model = load_model("models:/quickstart@confirmed", tracking_uri=uri)
     version = client.get_model_version_by_alias("quickstart", "confirmed")

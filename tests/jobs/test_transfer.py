@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import evaluate, train
+from jobs import evaluate, finetune, train
 from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_process
@@ -99,7 +99,7 @@ def test_fine_tuning_from_two_workers_beats_the_frozen_probe(digits: str, tmp_pa
     spawn(2, pretrain, str(tmp_path))
     args = ["pre", "--name", "tuned", "--data", digits, "--image-size", "16", "--seeds", "2"]
     args += ["--set", "train.steps=200", "--set", "train.lr=0.015"]
-    first = finetune(home, *args)
+    first = in_a_process(home, *args)
     assert first.returncode == 0, first.stderr
     assert "position_SD: resized from 4 x 4 to 8 x 8 patches" in first.stdout
     assert "head.weight, head.bias: new, as asked" in first.stdout
@@ -115,7 +115,7 @@ def test_fine_tuning_from_two_workers_beats_the_frozen_probe(digits: str, tmp_pa
     assert sweep.metrics["finetune/shards/acc1"] == pytest.approx(tuned, abs=1e-4)
     assert sweep.metrics["finetune/shards/acc1_ci95"] == pytest.approx(half, abs=1e-4)
     assert sweep.metrics["probe/shards/acc1"] == pytest.approx(probed, abs=1e-4)
-    again = finetune(home, *args)
+    again = in_a_process(home, *args)
     assert again.returncode == 0, again.stderr
     assert row.group() in again.stdout
     assert "[ 1/2]" not in again.stdout  # nothing was trained again
@@ -123,12 +123,13 @@ def test_fine_tuning_from_two_workers_beats_the_frozen_probe(digits: str, tmp_pa
 
 
 @pytest.mark.smoke
-def test_a_suite_of_two_sets(digits: str, tmp_path: Path) -> None:
+def test_a_suite_of_two_sets(
+    cluster: None, empty_home: Path, call: Call, digits: str, tmp_path: Path
+) -> None:
     """Rates are tried on a piece of train, then both seeds train on all of it, and the same command again
     trains nothing. The set of one rate has no trial in the grid.
     """
-    home = tmp_path / "home"
-    home.mkdir()
+    home = empty_home
     (tmp_path / "digits").symlink_to(digits)
     (tmp_path / "other").symlink_to(digits)
     (tmp_path / "suite.toml").write_text(
@@ -142,12 +143,12 @@ def test_a_suite_of_two_sets(digits: str, tmp_path: Path) -> None:
     train_worker(override(run, small), report=lambda step, metrics: None, read=in_process)
     args = ["pre", "--suite", str(tmp_path / "suite.toml"), "--name", "tuned", "--seeds", "2"]
     args += ["--set", "train.steps=3"]
-    first = finetune(home, *args)
-    assert first.returncode == 0, first.stderr
-    tried = dict(re.findall(r"a-lr([\d.]+) +│ +[\d.]+ │ +(0\.\d+) │", first.stdout))
+    stopped, first = call(finetune.main, *args)
+    assert not stopped
+    tried = dict(re.findall(r"a-lr([\d.]+) +│ +[\d.]+ │ +(0\.\d+) │", first))
     assert tried.keys() == {"0.001", "0.03"}
     best = max(sorted(tried, key=float), key=lambda rate: float(tried[rate]))
-    figures = re.findall(r"│ (a|b|mean[\w ]*?) +│ +2? │ (0\.\d+) \+- ", first.stdout)
+    figures = re.findall(r"│ (a|b|mean[\w ]*?) +│ +2? │ (0\.\d+) \+- ", first)
     assert [name for name, _ in figures] == ["a", "b", "mean of natural", "mean of structured", "mean"]
     mean = dict(figures)
     assert float(mean["mean"]) == pytest.approx((float(mean["a"]) + float(mean["b"])) / 2, abs=1e-4)
@@ -164,13 +165,13 @@ def test_a_suite_of_two_sets(digits: str, tmp_path: Path) -> None:
     assert {trial.data.path for trial in trials.values()} == {digits}
     assert sweep.metrics["finetune/mean-of-natural/acc1"] == sweep.metrics["finetune/a/acc1"]
     assert sweep.metrics["finetune/acc1"] == pytest.approx(float(mean["mean"]), abs=1e-4)
-    again = finetune(home, *args)
-    assert again.returncode == 0, again.stderr
-    assert re.findall(r"│ (a|b|mean[\w ]*?) +│ +2? │ (0\.\d+) \+- ", again.stdout) == figures
-    assert "[ 1/" not in again.stdout
+    stopped, again = call(finetune.main, *args)
+    assert not stopped
+    assert re.findall(r"│ (a|b|mean[\w ]*?) +│ +2? │ (0\.\d+) \+- ", again) == figures
+    assert "[ 1/" not in again
 
 
-def finetune(home: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def in_a_process(home: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "jobs/finetune.py", *args],
         cwd=ROOT,

@@ -1,15 +1,21 @@
-"""`jobs/pareto_sweep.py --tune` as a user runs it: killed in its first round, and resumed."""
+"""`jobs/pareto_sweep.py --tune` as a user runs it: it ends in its first round, and goes on."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from orchestrator.data.packing import digits
+from jobs import pareto_sweep
+from jobs._flags import parse
+from orchestrator.data import packing
+from orchestrator.sweeps import tuning
+from orchestrator.sweeps.driver import acquire_sweep_dir
+from orchestrator.training.fit import fit
 from orchestrator.training.sweep_directory import SweepDir
 from tests.jobs.test_killed_sweep import kill_driver, until
 
@@ -26,7 +32,7 @@ def make(scale: Scale) -> Sweep:
     return replace(sweep, base=replace(sweep.base, name="four"), arms=arms, seeds=())
 """
 WORDS = "--set train.steps=16 train.report_every=8 train.schedule.warmup_steps=2 --confirm 0"
-WORDS += " --tune train.lr=3e-3,1e-2 --tune-seeds 1 --tune-at width=16 --budget-hours 1"
+WORDS += " --max-concurrent 1 --tune train.lr=3e-3,1e-2 --tune-seeds 1 --tune-at width=16 --budget-hours 1"
 
 
 def start(home: Path, data: str) -> subprocess.Popen[bytes]:
@@ -49,9 +55,9 @@ def results(home: Path) -> dict[str, int]:
     return {path.parent.name: path.stat().st_mtime_ns for path in found}
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_a_sweep_that_tunes_is_killed_in_its_first_round(empty_home: Path) -> None:
-    home, data = empty_home, digits(str(empty_home), "cluttered-digits")
+    home, data = empty_home, packing.digits(str(empty_home), "cluttered-digits")
     (home / "four.py").write_text(SWEEP)
     driver = start(home, data)
     until(lambda: bool(results(home)), driver, home)
@@ -62,7 +68,43 @@ def test_a_sweep_that_tunes_is_killed_in_its_first_round(empty_home: Path) -> No
 
     driver = start(home, data)
     assert driver.wait(timeout=600) == 0, (home / "log.txt").read_text()[-3000:]
-    said, done = (home / "log.txt").read_text(), results(home)
+    check(home, before, (home / "log.txt").read_text())
+
+
+@pytest.mark.smoke
+def test_a_first_round_that_was_cut_short_goes_on(
+    cluster: None,
+    empty_home: Path,
+    digits: str,
+    call: Callable[..., tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of its trials is complete. The grid, which does not grow here, does so in
+    tests/orchestrator/sweeps/test_tuning.py.
+    """
+    monkeypatch.setattr(tuning, "GROWTHS", 0)
+    home = empty_home
+    (home / "four.py").write_text(SWEEP)
+    words = ["--sweep", f"{home}/four.py:make", "--data", digits, *WORDS.split()]
+    monkeypatch.setattr("sys.argv", ["job", *words])
+    flags = parse(pareto_sweep.SweepFlags, "")
+    grid = flags.tuning()
+    assert grid
+    first = grid.first_round(flags.make())
+    acquire_sweep_dir(first, resume=False, labels={})
+    fit(first.runs()["w16-dense@lr0.003-seed1000"])
+    before = results(home)
+    assert len(before) == 1
+    stopped, said = call(pareto_sweep.main, *words)
+    assert not stopped
+    check(home, before, said)
+
+
+def check(home: Path, before: dict[str, int], said: str) -> None:
+    """Fails unless both rounds are complete: each arm has the best of its first round, and no trial that was
+    complete `before` was trained again.
+    """
+    done = results(home)
     assert before.items() <= done.items(), "what was complete is not trained again"
     own, first = SweepDir(f"{home}/four"), SweepDir(f"{home}/four-tune").record()
     record = own.record()
