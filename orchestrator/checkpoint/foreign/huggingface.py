@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from moe.models.vit import ViTConfig
 from moe.signature import SIGNATURE, Signature
-from orchestrator.checkpoint.foreign.kind import Facts, TensorNames, WeightsKind
+from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
 from orchestrator.checkpoint.foreign.preprocessor import Preprocessing, read_preprocessor
 from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
@@ -208,6 +208,7 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         norm_eps=float(settings.get("layer_norm_eps", 1e-12 if names is VIT else 1e-6)),
         mean=processed.mean,
         std=processed.std,
+        mean_stated=opened.preprocessor is not None,
         resize=lambda image, new: F.interpolate(image, size=(new, new), mode="bicubic", align_corners=False),
         evaluation=processed.evaluation,
         classes=config.get("id2label") if classifies else None,
@@ -257,7 +258,13 @@ def _preprocessing(opened: ForeignWeights, kind: str) -> Preprocessing:
         evaluation = {"eval_resize": "shorter", "eval_crop": 224 / 256, "eval_interpolation": "bicubic"}
     evaluation["eval_pixels"] = "transformers"
     said = f"{evaluation['eval_resize']}, crop {evaluation['eval_crop']}, {evaluation['eval_interpolation']}"
-    return Preprocessing(evaluation=evaluation, assumed=(f"no preprocessor_config.json: {said}",))
+    if kind in ("vit_mae", "dinov2"):  # published with several
+        return Preprocessing(evaluation=evaluation, assumed=(f"no preprocessor_config.json: {said}",))
+    said = f"mean and std of 0.5, the library's own, {said}"
+    mean, std = HALF
+    return Preprocessing(
+        mean=mean, std=std, evaluation=evaluation, assumed=(f"no preprocessor_config.json: {said}",)
+    )
 
 
 def as_transformers(config: ViTConfig, signature: Signature) -> ForeignFolder:

@@ -64,7 +64,6 @@ def test_mean_and_std_that_nobody_says_are_asked_for(tmp_path: Path) -> None:
         (GOLDENS / "torchvision_vit.pth", HEADS),
         (timm, {}),
         (partial, {}),
-        (without("hf_vit", tmp_path, "preprocessor_config.json"), {}),
         (without("hf_dinov2", tmp_path, "preprocessor_config.json"), {}),
         (unsaid, {}),
     ):
@@ -75,6 +74,16 @@ def test_mean_and_std_that_nobody_says_are_asked_for(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
         said = plan_import(str(source), name="x", changes={**changes, "data.mean": "half"}).facts
         assert (said.mean, said.std) == ((0.5,) * 3, (0.5,) * 3)
+
+
+def test_the_default_of_a_library_is_said_and_may_be_changed(tmp_path: Path) -> None:
+    """transformers has a mean and std of its own for ViT, which a folder without a preprocessor means."""
+    source = str(without("hf_vit", tmp_path, "preprocessor_config.json"))
+    planned = plan_import(source, name="x")
+    assert planned.facts.normalisation == ((0.5,) * 3, (0.5,) * 3)
+    assert "no preprocessor_config.json: mean and std of 0.5, the library's own" in str(planned)
+    said = plan_import(source, name="x", changes={"data.mean": "imagenet"}).facts
+    assert said.normalisation == IMAGENET
 
 
 def test_old_configs_of_timm_have_the_mean_at_the_top(tmp_path: Path) -> None:
@@ -127,7 +136,7 @@ def test_other_commands_point_to_the_one_that_takes_it(tmp_path: Path) -> None:
     for source in (GOLDENS / "timm_deit3" / "model.safetensors", GOLDENS / "torchvision_vit.pth"):
         with pytest.raises(UsageError, match=r"heads.*\(jobs/import_weights\.py takes what"):
             import_once(str(source), str(tmp_path))
-    source = without("hf_vit", tmp_path, "preprocessor_config.json")
+    source = without("hf_dinov2", tmp_path, "preprocessor_config.json")
     with pytest.raises(UsageError, match=r"mean and std .*\(jobs/import_weights\.py takes what the weights"):
         model_location(str(source), root=str(tmp_path))
     assert not (tmp_path / "imports").exists()
