@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.harness import RESULTS, ROOT
+from bench.graphs import table as graphs_table
+from bench.harness import RESULTS, ROOT, with_block
 from bench.pixels import with_tables
 from bench.study_page import BLOCKS, EARLIER, differences_block
 from bench.study_table import TABLE, read_table
@@ -27,6 +28,7 @@ RECOMPUTED = {
     "study.md": {*BLOCKS, *EARLIER},
     "scale.md": {"layouts", "models"},
     "data.md": {"decoding", "operations"},
+    "weights.md": {"graphs"},
 }
 BLOCK = re.compile(r"^<!-- ([\w-]+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
@@ -142,6 +144,8 @@ def test_figures_that_pages_copy() -> None:
 def test_tables_of_times_are_those_of_their_files() -> None:
     page = (ROOT / "docs/data.md").read_text()
     assert with_tables(page, json.loads((RESULTS / "pixels.json").read_text())) == page
+    page = (ROOT / "docs/weights.md").read_text()
+    assert with_block(page, "graphs", graphs_table(json.loads((RESULTS / "graphs.json").read_text()))) == page
     page = (ROOT / "docs/evaluation.md").read_text()
     for record in json.loads((RESULTS / "sharded.json").read_text())["records"]:
         name = f"{record['workers'] or 'the whole model'}" + ", bfloat16" * (record["dtype"] == "bfloat16")
