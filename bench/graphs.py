@@ -58,7 +58,8 @@ def measured(kind: str | None) -> dict[str, dict[str, float]]:
     """Returns megabytes, the largest difference as a share of the largest output, and the share of images
     whose largest output is the same, of a model of random weights.
     """
-    moe = MoEConfig(num_experts=8, router=RouterConfig.kinds[kind]()) if kind else None
+    router: Any = RouterConfig.kinds[kind]() if kind else None
+    moe = MoEConfig(num_experts=8, router=router) if kind else None
     fields: dict[str, Any] = {"image_size": SIZE, "patch_size": 16, "width": 192, "depth": 4, "heads": 3}
     model = ViTConfig(**fields, mlp_dim=768, num_classes=100, moe=moe).build(seed=0).eval()
     torch.nn.init.normal_(model.head.weight, std=0.1)  # pyright: ignore[reportArgumentType]
