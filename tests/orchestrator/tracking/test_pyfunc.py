@@ -180,7 +180,7 @@ def server(trained_home: Path, store: str, tmp_path: Path) -> Iterator[str]:
         return False
 
     try:
-        wait_until(answers, 120)
+        wait_until(answers, 600)
         yield f"http://127.0.0.1:{port}/invocations"
     finally:
         os.killpg(process.pid, signal.SIGKILL)
