@@ -150,6 +150,7 @@ def test_a_program_of_torch(home, call, tmp_path):
     assert said == (
         f"{out}: images (B, 3, H, W) in -1..1, B a multiple of 1; largest difference 0.0e+00 of the largest"
         " output, on random images\n"
+        f"its metadata `signature`, JSON: {read_model(f'{home}/soft/checkpoints').signature}\n"
     )
     images = torch.randn(3, 3, 8, 8)
     found = torch.export.load(out).module()(images)["logits"]

@@ -170,7 +170,8 @@ def test_two_workers_have_the_average_of_one_and_one_goes_on(run: RunConfig, tmp
     spawn(2, two_workers, str(tmp_path), timeout_s=120)
     reports = torch.load(tmp_path / "reports.pt", weights_only=False)
     assert measured(reports[4], "val_ema/") == pytest.approx(measured(whole[4], "val_ema/"), rel=1e-4)
-    assert abs(reports[4]["val_ema/loss"] / reports[4]["val/loss"] - 1) > 1e-3
+    # Twice what the average of two workers may differ by.
+    assert abs(reports[4]["val_ema/loss"] / reports[4]["val/loss"] - 1) > 2e-4
     assert reports[3]["train/loss"] == pytest.approx(whole[3]["train/loss"], rel=1e-5)
     lanes = override(run, {"train.eval_every": 2})
     after = trained(lanes, name="spread")
