@@ -6,7 +6,7 @@ Models are evaluated in parallel by Ray, in one pass over the images for each.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -61,14 +61,7 @@ def tasks_of(
 
     wanted, tasks = parse_grid(grid) if grid else None, []
     models = models_of(references, on.places, store)
-    reasons = {model.location: why_not_in(model, on.batch_size) for model in models}
-    refused = [f"{model.name}: {reasons[model.location]}" for model in models if reasons[model.location]]
-    if len(refused) == len(models):
-        raise UsageError("; ".join(refused))
-    for reason in refused:
-        print(f"left out {reason}", flush=True)
-    models = [model for model in models if not reasons[model.location]]
-    for model in models:
+    for model in without_refused(models, lambda model: why_not_in(model, on.batch_size)):
         config, path = model.run.model, on.path(model)
         outputs = labels_by_name(model, path, classes)
         task = EvalTask(
@@ -87,9 +80,20 @@ def tasks_of(
     return tasks
 
 
+def without_refused(models: list[ModelRef], why_not: Callable[[ModelRef], str | None]) -> list[ModelRef]:
+    """The models without those that have a reason why not, which it names. Raises UsageError if all have."""
+    reasons = [why_not(model) for model in models]
+    refused = [f"{model.name}: {why}" for model, why in zip(models, reasons, strict=True) if why]
+    if len(refused) == len(models):
+        raise UsageError("; ".join(refused))
+    for reason in refused:
+        print(f"left out {reason}", flush=True)
+    return [model for model, why in zip(models, reasons, strict=True) if not why]
+
+
 def why_not_in(model: ModelRef, batch_size: int) -> str | None:
     """The reason why a model cannot run in batches of this size; None if it can."""
-    together = model.images_together
+    together = model.run.model.images_per_group
     if batch_size % together == 0:
         return None
     return (

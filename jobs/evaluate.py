@@ -47,7 +47,7 @@ from jobs._cli import (
     results_of,
 )
 from jobs._flags import MODELS, POINT, flag, numbers, parse
-from jobs._grid import evaluate_grid, labels_by_name, why_not_in
+from jobs._grid import evaluate_grid, labels_by_name, why_not_in, without_refused
 from jobs._image_text import evaluate_retrieval, evaluate_zero_shot
 from jobs._sharded import Workers
 from jobs._shots import evaluate_shots
@@ -203,13 +203,10 @@ def possible_at(point: RoutingOverrides, models: list[ModelRef], batch_size: int
     """
     from orchestrator.evaluation.points import why_impossible
 
-    reasons = [why_impossible(model.run.model, point) or why_not_in(model, batch_size) for model in models]
-    refused = [f"{model.name}: {why}" for model, why in zip(models, reasons, strict=True) if why]
-    if len(refused) == len(models):
-        raise UsageError("; ".join(refused))
-    for reason in refused:
-        print(f"left out {reason}", flush=True)
-    return [model for model, why in zip(models, reasons, strict=True) if why is None]
+    def why_not(model: ModelRef) -> str | None:
+        return why_impossible(model.run.model, point) or why_not_in(model, batch_size)
+
+    return without_refused(models, why_not)
 
 
 def evaluate_model(

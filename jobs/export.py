@@ -197,7 +197,7 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
         raise UsageError(f"{out} exists already; `fresh` replaces it")
     model = source.load()
     write = graphs.write_onnx if flags.format == "onnx" else graphs.write_program
-    off, group = write(model, out, source.signature), graphs.group_of(model)
+    off, group = write(model, out, source.signature), model.config.images_per_group
     said = f"largest difference {off:.1e} of the largest output, on random images"
     print(f"{out}: images (B, 3, H, W) in -1..1, B a multiple of {group}; {said}")
     print(f"its metadata `signature`, JSON: {source.signature}")

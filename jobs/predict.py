@@ -103,7 +103,7 @@ def predict(flags: PredictFlags) -> None:
             f"{model.name} was trained for {model.run.task.kind}: it has no classes to predict;"
             " --features writes what its head sees"
         )
-    group = model.images_together
+    group = model.run.model.images_per_group
     if flags.batch_size % group:
         raise UsageError(f"--batch-size {flags.batch_size} must be a multiple of {group}, the routing group")
     out, images = (storage.absolute(place).rstrip("/") for place in (flags.out, flags.images))

@@ -87,6 +87,11 @@ class ModelConfig(Family, ABC, default="vit"):
                 f" {self.image_size}): resize them, or give the model another image_size"
             )
 
+    @property
+    def images_per_group(self) -> int:
+        """The number of images that are routed together; 1 for a dense model."""
+        return self.moe.images_per_group if self.moe else 1
+
     def moe_blocks(self) -> tuple[int, ...]:
         """Returns the indices of the units with MoE layers, by default those that have experts."""
         return tuple(i for i, shapes in enumerate(unit_shapes(self)[1:]) if any(map(is_expert, shapes)))
@@ -334,7 +339,7 @@ class Model(nn.Module, ABC, Generic[C]):
         """
         self.config.check_images(images)
         valid_B = images.new_ones(images.shape[0]) if valid_B is None else valid_B
-        missing = -images.shape[0] % (self.config.moe.images_per_group if self.config.moe else 1)
+        missing = -images.shape[0] % self.config.images_per_group
         if missing:
             images, valid_B = F.pad(images, (0, 0) * 3 + (0, missing)), F.pad(valid_B, (0, missing))
             keys_B = keys_B if keys_B is None else F.pad(keys_B, (0, missing))

@@ -86,7 +86,7 @@ def trace(config: "ModelConfig") -> Trace:
 
     Raises ValueError if the model cannot run on the meta device, as code that reads a number cannot.
     """
-    count = config.moe.images_per_group if config.moe else 1
+    count = config.images_per_group
     with torch.device("meta"):
         model = config.build(seed=None).train()
         images = config.example(count)

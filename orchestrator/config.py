@@ -152,7 +152,8 @@ class EMAConfig(Config):
         since = update - self.start - 1
         if since <= 0:
             return 0.0
-        return min(self.decay, 1 - (1 + since / self.gamma) ** -(self.power or float("inf")))
+        rise = 1 if self.power is None else 1 - (1 + since / self.gamma) ** -self.power
+        return min(self.decay, rise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,8 +349,7 @@ class RunConfig(Config):
                 f" mix images with themselves; use a divisor of data.batch_size={batch} from"
                 f" {self.data.repeats} to {batch // 2}"
             )
-        group = self.model.moe.images_per_group if self.model.moe else 1
-        if self.images_per_pass() % group:
+        if self.images_per_pass() % (group := self.model.images_per_group):
             raise ValueError(
                 f"model.moe.images_per_group={group} does not divide the {self.images_per_pass()} images of"
                 f" one forward pass (train.microbatch, else data.batch_size={batch} / workers={workers})"

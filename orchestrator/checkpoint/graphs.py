@@ -38,7 +38,7 @@ class Prediction(nn.Module):
 
 def program_of(model: Model) -> ExportedProgram:
     """Returns the program of a model in evaluation, for any number of whole routing groups."""
-    group, size = group_of(model), model.config.image_size
+    group, size = model.config.images_per_group, model.config.image_size
     # Of a batch of one torch would make a constant.
     images = torch.zeros(2 * group, 3, size, size)
     shapes = {"images": {0: group * Dim("groups")}}
@@ -104,17 +104,14 @@ def difference(model: Model, run: Run) -> float:
     found, size = 0.0, model.config.image_size
     generator = torch.Generator().manual_seed(0)
     for groups in (1, 3):
-        images = torch.rand(groups * group_of(model), 3, size, size, generator=generator) * 2 - 1
+        images = (
+            torch.rand(groups * model.config.images_per_group, 3, size, size, generator=generator) * 2 - 1
+        )
         outputs = run(images)
         for name, wanted in model(images).heads.items():
             largest = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
             found = max(found, float((outputs[name] - wanted).abs().max() / largest))
     return found
-
-
-def group_of(model: Model) -> int:
-    """Returns the number of images that are routed together."""
-    return model.config.moe.images_per_group if model.config.moe else 1
 
 
 def _write(out: str, save: Callable[[str], Any]) -> None:

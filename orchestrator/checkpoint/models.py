@@ -17,7 +17,7 @@ from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import find_checkpoint
 from orchestrator.checkpoint.start import Classes, start_from
-from orchestrator.checkpoint.weights import read_metadata, signature_of, signature_of_run
+from orchestrator.checkpoint.weights import read_metadata, signature_of_run
 from orchestrator.codec import read_config
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
 from orchestrator.data.manifest import open_manifest
@@ -49,12 +49,7 @@ class ModelRef:
     @property
     def preparation(self) -> Preparation:
         """The preparation of the images that it learned from, and so of any that it is given."""
-        return Preparation(background=self.signature.background, white=self.signature.white)
-
-    @property
-    def images_together(self) -> int:
-        """The number of images that are routed together: a batch holds a multiple of it."""
-        return self.run.model.moe.images_per_group if self.run.model.moe else 1
+        return Preparation.of(self.signature)
 
     def load(self, device: torch.device | None = None) -> Model:
         """Returns the model in evaluation mode, and sets torch's number of threads for it.
@@ -94,7 +89,7 @@ class ModelRef:
             UsageError: if the batch does not hold whole routing groups for each worker, or the workers cannot
                 share the model.
         """
-        was, together = self.run.data, self.images_together
+        was, together = self.run.data, self.run.model.images_per_group
         if together > 1 and batch_size % (together * scale.get("workers", 1)):
             raise UsageError(
                 f"{self.name} routes {together} images together: `batch_size` {batch_size} must hold a"
@@ -183,11 +178,11 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
 
 
 def _signature_of_file(run: RunConfig, metadata: Mapping[str, str]) -> Signature:
-    """Returns the signature in a file's metadata; files of earlier versions have the names of classes."""
+    """Returns the signature in a file's metadata; files of earlier versions have names of classes alone."""
     if SIGNATURE in metadata:
         return read_signature(metadata[SIGNATURE])
-    names = json.loads(metadata.get("classes", "null"))
-    return signature_of(run, classes=names) if names else signature_of_run(run)
+    names, known = json.loads(metadata.get("classes", "null")), signature_of_run(run)
+    return replace(known, classes=tuple(names)) if names else known
 
 
 def classes_at_start(run: RunConfig) -> Classes | None:

@@ -264,18 +264,14 @@ def signature_of(
     preparation: of the images that it learned from.
     origin: source and licence of weights that were made elsewhere.
     """
-    moe, data = run.model.moe, run.data
     return Signature(
         image_size=run.model.image_size,
-        resize=data.eval_resize,
-        crop=data.eval_crop,
-        interpolation=data.eval_interpolation,
-        pixels=data.eval_pixels,
+        **{name.removeprefix("eval_"): value for name, value in run.data.eval_settings().items()},
         background=preparation.background,
         white=preparation.white,
         output=run.task.output,
         classes=tuple(classes) if classes else None,
-        images_per_group=moe.images_per_group if moe else 1,
+        images_per_group=run.model.images_per_group,
         source=origin[0],
         licence=origin[1],
     )
@@ -294,7 +290,7 @@ def signature_of_run(run: RunConfig) -> Signature:
     return signature_of(
         run,
         classes=names if len(names) == run.model.num_classes else None,
-        preparation=Preparation(background=manifest.background, white=manifest.white),
+        preparation=Preparation.of(manifest),
         origin=origin,
     )
 

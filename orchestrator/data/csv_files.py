@@ -12,7 +12,7 @@ from orchestrator import storage
 from orchestrator.data.formats import CAPTION_COLUMNS, LABEL_COLUMNS, Columns, first_column, no_column
 from orchestrator.data.labels import listed_labels, read_labels
 from orchestrator.data.samples import Part
-from orchestrator.data.splits import split_column, splits_of_rows, splits_of_samples
+from orchestrator.data.splits import split_column, split_named, splits_of_rows, splits_of_samples
 from orchestrator.data.text import TEXT, captions_or_error
 from orchestrator.errors import UsageError
 
@@ -82,7 +82,8 @@ def index_csv(columns: Columns, location: str, *, captions: bool = False) -> Par
         # Rows that repeat a label, as those of several annotators, are no list with a number for each class.
         already += [each for each in found if each not in already] if already else found
         texts.setdefault(name, []).extend(_listed(row.get(caption)))
-        if words.setdefault(name, row.get(split)) != row.get(split):
+        said = {split_named(str(each)) for each in (words.setdefault(name, row.get(split)), row.get(split))}
+        if len(said - {None}) > 1:
             torn = f"{name} is in {words[name]!r} and in {row.get(split)!r}, in column {split}: give it one"
     fields = {name: captions_or_error(found) for name, found in texts.items()} if captions else {}
     skipped += [f"{location}: {name}: {bad}" for name, bad in fields.items() if isinstance(bad, ValueError)]

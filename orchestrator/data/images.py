@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -171,13 +171,7 @@ class Transform:
     @classmethod
     def of(cls, signature: Signature) -> "Transform":
         """Returns what makes a model's input of an image, after its preparation and before normalisation."""
-        return cls(
-            size=signature.image_size,
-            eval_resize=signature.resize,
-            eval_crop=signature.crop,
-            eval_interpolation=signature.interpolation,
-            eval_pixels=signature.pixels,
-        )
+        return cls(size=signature.image_size, **eval_settings(signature))
 
     def __call__(self, encoded: bytes, key: str = "") -> Tensor:
         """Returns one image as (3, size, size) uint8. Its randomness is a function of `key` alone.
@@ -252,6 +246,13 @@ class Transform:
         if self.color_jitter:
             image = color_jitter(image, self.color_jitter, rng)
         return erase(image, rng) if self.random_erasing > rng.random() else image
+
+
+def eval_settings(signature: Signature) -> dict[str, Any]:
+    """Returns the fields of `DataConfig` that a signature has."""
+    return {
+        f"eval_{name}": getattr(signature, name) for name in ("resize", "crop", "interpolation", "pixels")
+    }
 
 
 def resized_side(size: int, crop: float, pixels: str) -> int:

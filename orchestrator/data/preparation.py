@@ -6,6 +6,7 @@ of 16 bits, which is nearly black where only some of the bits are used.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,11 @@ class Preparation:
 
     background: str | None = None
     white: int | None = None
+
+    @classmethod
+    def of(cls, kept: Any) -> "Preparation":
+        """Returns what a signature, or the manifest of a data set, keeps."""
+        return cls(background=kept.background, white=kept.white)
 
     def __post_init__(self) -> None:
         if self.background is not None:

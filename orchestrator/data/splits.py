@@ -60,8 +60,8 @@ def splits_of_samples(names: Sequence[str]) -> list[str]:
 def split_column(
     there: Sequence[Any], taken: Sequence[str | None], where: str
 ) -> tuple[str | None, list[str]]:
-    """Returns the column that may hold splits, of those that nothing else is read from, and says which other
-    columns look as if they told training images from others.
+    """Returns the column that may hold splits, among those that nothing else is read from, and a note on each
+    column that looks like a flag for training.
     """
     free = {name.casefold(): name for name in reversed(there) if isinstance(name, str) and name not in taken}
     column = next((free[name] for name in (*SPLIT_COLUMNS, *PERHAPS_SPLITS) if name in free), None)

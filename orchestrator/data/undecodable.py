@@ -1,4 +1,4 @@
-"""Bytes in place of an image that no decoder here reads: what they are, and what to do."""
+"""Recognition of bytes that no decoder here reads: their format, and what to do about them."""
 
 import re
 

@@ -1,5 +1,5 @@
-"""What the answers to all images of a split show beyond sums over them: average precision, F1, the confusion
-matrix, calibration. What is undefined is left out, and said.
+"""Figures of the answers to all images of a split, which no sum over images gives: average precision, F1, the
+confusion matrix, calibration. A figure that is undefined is left out, and a note says so.
 
 Sources: scikit-learn's definitions, of the classes that have images; Guo et al. 2017, "On calibration of
 modern neural networks", https://arxiv.org/abs/1706.04599: section 3 for the expected calibration error,

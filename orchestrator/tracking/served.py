@@ -32,14 +32,14 @@ class ImageClassifier:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = load(folder, self.device)
         self.signature = known = read_signature(config[SIGNATURE])
-        self.preparation = Preparation(background=known.background, white=known.white)
+        self.preparation = Preparation.of(known)
         self.transform = Transform.of(known)
 
     @torch.inference_mode()
     def predict(self, images: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
         """Returns the columns `label`, a number if the names of the classes are unknown, and `probability`,
-        with the index of `images`. On a CPU an answer is the same to the bit whatever images are beside it,
-        or beside those that are routed together with it.
+        with the index of `images`. On a CPU an answer depends, to the bit, on no images but those that are
+        routed together.
 
         Raises:
             MlflowException: for a bad image, with the code that the server answers as 400, and for outputs

@@ -1,4 +1,4 @@
-"""What frees a training's devices when its controller has died: a process of its own, without torch."""
+"""The process that frees a training's devices when its controller has died. It loads no torch."""
 
 from typing import Any
 

@@ -215,10 +215,7 @@ def resize(run: RunConfig, workers: int) -> RunConfig | None:
     """
     share = run.data.batch_size // workers
     # A pass holds whole routing groups, and whole pairs of mixed images.
-    together = lcm(
-        run.model.moe.images_per_group if run.model.moe else 1,
-        2 if run.data.mixup or run.data.cutmix else 1,
-    )
+    together = lcm(run.model.images_per_group, 2 if run.data.mixup or run.data.cutmix else 1)
     images = [n for n in range(together, run.images_per_pass() + 1, together) if share % n == 0]
     ep = gcd(run.ep(), workers)
     copies = gcd(run.scale.dp_replicate, workers // ep)

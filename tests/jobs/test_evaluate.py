@@ -62,8 +62,8 @@ def test_as_trained_it_is_what_training_said(home: Path, call: Call, tmp_path: P
 
 
 def test_one_image_alone(home: Path, call: Call, tmp_path: Path):
-    """What routes images together is named and left out, and the others have their results; so has what comes
-    before a model that fails.
+    """A model that routes images together is named and left out, and the others have their results; so have
+    the models before one that fails.
     """
     out, pairs = tmp_path / "figures.json", str(tmp_path / "pairs.safetensors")
     with safe_open(home / "token.safetensors", "pt") as file:

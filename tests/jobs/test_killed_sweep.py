@@ -93,7 +93,7 @@ def state(uri: str) -> State:
 
 @pytest.mark.smoke
 def test_the_driver_and_a_worker_are_killed(tmp_path, undisturbed):
-    """Of a sweep that trains one trial at a time; those below train two."""
+    """The sweep trains one trial at a time; the sweeps below train two."""
     home = tmp_path / "home"
     driver = start(home, concurrent=1)
     until(lambda: complete(home) >= 2, driver, home)

@@ -126,7 +126,7 @@ def test_a_sweep_of_guests(empty_home, call, new_process, tmp_path):
 
 
 def test_a_guest_source(empty_home, call, tmp_path):
-    """What it yields is trained on, and judged: as shards, which know no source."""
+    """A run is trained and judged on the samples that it yields, as shards, which know no source."""
     data = str(tmp_path / "stripes")
     assert call(pack_shards.main, "--source", f"{OWN}/stripes.py:make", "--out", data)[0] == ""
     training = ["--name", "stripes", "--data", data, "--set", *SHORT, "data.batch_size=32"]

@@ -15,7 +15,7 @@ SOFT, TOKEN = "tiny/trials/soft", "tiny/trials/token"
 
 
 def report(call: Call, out: Path, *flags: str) -> dict:
-    """What an evaluation of `SOFT` writes."""
+    """The figures that an evaluation of `SOFT` writes."""
     assert call(evaluate.main, SOFT, "--repeats", "1", "--out", str(out), *flags)[0] == ""
     (found,) = json.loads(out.read_text())
     return found

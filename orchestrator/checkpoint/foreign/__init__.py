@@ -35,7 +35,8 @@ from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import read_metadata, signature_of, write_export
 from orchestrator.codec import override, to_dict
 from orchestrator.config import DataConfig, RunConfig
-from orchestrator.data.preparation import Preparation
+from orchestrator.data.images import eval_settings, resized_side
+from orchestrator.data.preparation import AS_IT_IS, Preparation
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.names import run_name
 from orchestrator.tasks import ClassificationConfig
@@ -184,7 +185,9 @@ def plan_import(
 
 
 def _as_exported(facts: Facts, opened: ForeignWeights) -> Facts:
-    """Adds what the signature of a model of ours says, and the other library has no place for."""
+    """Adds what the signature of a model of ours says and the library has no place for, or rounds. Fields of
+    the library that were changed since then go before.
+    """
     tree = (opened.config or {}).get(SIGNATURE)
     if tree is None:
         return facts
@@ -192,16 +195,22 @@ def _as_exported(facts: Facts, opened: ForeignWeights) -> Facts:
         known = read_signature(tree)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    preparation = Preparation(background=known.background, white=known.white)
-    output = known.output if known.output in ("softmax", "sigmoid") else facts.output
-    # Theirs is rounded to whole pixels.
-    evaluation = {
-        "eval_resize": known.resize,
-        "eval_crop": known.crop,
-        "eval_interpolation": known.interpolation,
-        "eval_pixels": known.pixels,
-    }
-    return replace(facts, preparation=preparation, output=output, evaluation=evaluation)
+    preparation, notes = Preparation.of(known), [*facts.assumed]
+    if preparation != AS_IT_IS:
+        notes.append(f"its signature: background {known.background}, white {known.white}")
+    output, evaluation = facts.output, eval_settings(known)
+    if "problem_type" not in (opened.config or {}) and known.output in ("softmax", "sigmoid"):
+        output = known.output
+    if _sides(known.image_size, evaluation) != _sides(known.image_size, facts.evaluation):
+        notes.append("resize and crop are those of the library's fields, and not of its signature any more")
+        evaluation = facts.evaluation
+    return replace(facts, preparation=preparation, output=output, evaluation=evaluation, assumed=tuple(notes))
+
+
+def _sides(size: int, evaluation: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns what is resized, to how many pixels, and how."""
+    side = resized_side(size, evaluation["eval_crop"], evaluation["eval_pixels"])
+    return evaluation["eval_resize"], side, evaluation["eval_interpolation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +222,7 @@ class _Changeable:
 
     def run(self, name: str, facts: Facts) -> RunConfig:
         """Returns a run of the model, whose batch has whole groups of images."""
-        group = self.model.moe.images_per_group if self.model.moe else 1
+        group = self.model.images_per_group
         data = replace(self.data, batch_size=group * math.ceil(self.data.batch_size / group))
         task = ClassificationConfig(loss=facts.output)
         return RunConfig(name=run_name(name), model=self.model, data=data, task=task)

@@ -1,4 +1,4 @@
-"""What an image processor of transformers does to pixels: mean, std, and fields of `DataConfig`.
+"""Image processors of transformers: their mean, std, resize and crop as fields of `DataConfig`.
 
 Source: ``preprocessor_config.json``. Every field is understood, does not change pixels, or is refused.
 """

@@ -127,6 +127,23 @@ def test_other_libraries_take_it_and_give_it_back(library: str, signed: ModelRef
     assert library == "timm" or config["problem_type"] == "multi_label_classification"
 
 
+def test_what_the_library_says_since_then_goes_before(signed: ModelRef, tmp_path: Path) -> None:
+    """transformers keeps the signature of a model that it trains on and saves: with another head and crop."""
+    out = tmp_path / "theirs"
+    write_foreign(str(out), foreign_folder("huggingface", signed), signed)
+    config = json.loads((out / "config.json").read_text())
+    processor = json.loads((out / "preprocessor_config.json").read_text())
+    single = {"problem_type": "single_label_classification", "id2label": {"0": "a", "1": "b", "2": "c"}}
+    (out / "config.json").write_text(json.dumps(config | single))
+    other = {"do_center_crop": False, "size": {"height": 16, "width": 16}}
+    (out / "preprocessor_config.json").write_text(json.dumps(processor | other))
+    planned = plan_import(str(out), name="back")
+    assert (planned.run.task.output, planned.facts.classes) == ("softmax", ("a", "b", "c"))
+    assert planned.run.data.eval_crop == 1
+    assert "not of its signature any more" in str(planned)
+    assert "its signature: background white, white 4095" in str(planned)
+
+
 @pytest.mark.parametrize("tree", ["{}", "[]", '{"image_size": -1}', '{"image_size": 8, "crop": 2}', "no"])
 def test_what_is_no_signature(tree: str) -> None:
     with pytest.raises(ValueError, match=r"signature|Expecting|image_size|crop"):

@@ -64,6 +64,12 @@ def test_rows_that_contradict_each_other_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"img/1.png is in 'train' and in 'val', in column split"):
         listed(tmp_path, text)
     assert named(listed(tmp_path, text, ignore_split_names=True))["img/1.png"] == ["cat", "bird"]
+    # One split in two spellings, and a column of another meaning.
+    for header, one, other in (("split", "train", "Training"), ("type", "round", "square")):
+        val = "val" if header == "split" else "oval"
+        rows = "".join(f"{path},{label},{val if n < 3 else one}\n" for n, (path, label) in enumerate(ROWS))
+        source = listed(tmp_path, f"path,label,{header}\n{rows}img/5.png,bird,{other}\n".encode())
+        assert named(source)["img/5.png"] == ["cat", "bird"]
 
 
 def test_rows_with_more_fields_are_named(tmp_path: Path) -> None:
