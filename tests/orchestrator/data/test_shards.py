@@ -160,8 +160,8 @@ def test_a_flipped_bit_makes_a_bad_image(compress: bool, root: str, tmp_path: Pa
     data = compressed(root, tmp_path) if compress else data_set(root)
     shard, row = np.array([0, 0, 0]), np.arange(3)
     read = data.images("train", shard, data.records("train", shard, row))[0]
+    read[0]()  # a request that ended later would leave the ETag of the whole file
     if compress:
-        read[0]()
         (path,) = [str(own_cache / name) for name in names(own_cache)]
     else:
         path = data.location("train", 0)
