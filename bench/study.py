@@ -24,7 +24,7 @@ from orchestrator.codec import override
 from orchestrator.data.manifest import open_manifest
 from orchestrator.sweeps.build import TrialRecord, read_trials
 from orchestrator.sweeps.catalog import modern, study
-from orchestrator.sweeps.operating import COSTS
+from orchestrator.sweeps.operating import COSTS, operating_rows
 from orchestrator.sweeps.scales import Scale
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import MetricsRow, read_metrics
@@ -127,9 +127,8 @@ def _nearest(rows: Sequence[MetricsRow], step: float) -> float:
 
 def operating_points(directory: str, record: SweepRecord) -> dict[str, dict[str, Any]]:
     """Returns arm -> operating point -> its cost and the quality of each seed, if they were measured."""
-    rows: list[dict[str, Any]] = SweepDir(directory).operating()
     found: dict[str, dict[str, Any]] = {}
-    for row in rows:
+    for row in operating_rows(directory):
         points = found.setdefault(record.trials[row["run"]]["arm"], {})
         entry = points.setdefault(row["point"], {COSTS[0]: row[COSTS[0]], VAL: []})
         entry[VAL].append(round(row[VAL], 5))

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from orchestrator.checkpoint.models import ModelRef
     from orchestrator.data.batch import Batch
     from orchestrator.data.fields import Field
-    from orchestrator.tracking.find import RunWriter
     from orchestrator.tracking.store import Tracking
 
+UNSENT = 4  # exit code: everything is done, but a tracker lacks results
 WORTH_A_CLUSTER = 8  # tasks: starting Ray takes longer than packing or indexing a few shards
 FLAGS = {"hours": "budget-hours", "usd": "budget-usd", "retrain": "confirm"}  # that have another name
 
@@ -135,6 +135,14 @@ def failed(reasons: dict[str, str]) -> str:
     return f"error: {len(reasons)} runs failed:\n{listed}"
 
 
+def exit_if_unsent(directory: str) -> None:
+    """Ends the command with `UNSENT` if a tracker did not take all results, which a line has said."""
+    from orchestrator.tracking.base import unsent
+
+    if unsent(directory):
+        sys.exit(UNSENT)
+
+
 def print_table(
     columns: Iterable[str], rows: Iterable[Sequence[Any]], *, title: str = "", left: int = 1
 ) -> None:
@@ -207,6 +215,9 @@ class Places(Storage):
     tracking_uri: str | None = flag(
         None, "MLflow store; default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
     )
+    experiment: str | None = flag(
+        None, "MLflow experiment; default: $MLFLOW_EXPERIMENT_NAME, else moe-frontier"
+    )
     plugin: tuple[str, ...] = PLUGIN
 
     def uri(self) -> str:
@@ -219,7 +230,7 @@ class Places(Storage):
         from orchestrator.sweeps import driver
 
         self.check_local()
-        return driver.open_store(self.root(), self.tracking_uri)
+        return driver.open_store(self.root(), self.tracking_uri, self.experiment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,44 +268,21 @@ class Evaluation:
         return images_of(model, path=path, split=split, batch_size=size, device=device, fields=fields)
 
 
-def models_of(references: Iterable[str], places: Places, store: Tracking) -> list[ModelRef]:
+def models_of(references: Iterable[str], places: Places) -> list[ModelRef]:
     """The models of several references, each model once. Raises UsageError for a model that is missing."""
     from orchestrator.evaluation.models import find_models
 
-    models = [m for name in references for m in find_models(name, root=places.root(), tracking=store)]
+    root, uri = places.root(), places.tracking_uri
+    models = [m for name in references for m in find_models(name, root=root, tracking_uri=uri)]
     return list({model.location: model for model in models}.values())
 
 
-def model_of(reference: str, places: Places, store: Tracking) -> ModelRef:
+def model_of(reference: str, places: Places) -> ModelRef:
     """Raises UsageError for a model that is missing, and for several models."""
-    models = models_of([reference], places, store)
+    models = models_of([reference], places)
     if len(models) > 1:
         raise UsageError(f"{reference} names {len(models)} models, but this command takes one")
     return models[0]
-
-
-def results_of(store: Tracking, run_id: str, *paths: str) -> tuple[RunWriter, list[str]]:
-    """The MLflow run of a model, and a name for its figures on each data set: the last part of the path, or
-    as many parts as distinguish it from other data that the run was evaluated on. Tags ``eval.data.<name>``
-    hold the paths.
-    """
-    from orchestrator.tracking.find import RunWriter, find_run, metric_name
-
-    tags, names = dict(find_run(store, run_id).tags), []
-    for path in paths:
-        parts = [metric_name(part) for part in path.split("/") if part]
-        tails = ["-".join(parts[-length:]) for length in range(1, len(parts) + 1)]
-        names.append(next((t for t in tails if tags.get(f"eval.data.{t}", path) == path), tails[-1]))
-        tags[f"eval.data.{names[-1]}"] = path
-    run = RunWriter(store, run_id)
-    run.tag(**{f"eval.data.{name}": path for name, path in zip(names, paths, strict=True)})
-    return run, names
-
-
-def print_unrecorded(models: Sequence[str]) -> None:
-    """Names the models without a run in MLflow, if there are any."""
-    if models:
-        print(f"not recorded, because MLflow does not know the runs that trained them: {', '.join(models)}")
 
 
 def check_writable(flag: str, location: str) -> None:

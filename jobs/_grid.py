@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jobs._cli import Evaluation, check_out, connect, models_of, print_table, results_of
+from jobs._cli import Evaluation, check_out, connect, models_of, print_table
+from jobs._record import Record
 from jobs._sharded import Workers
 from orchestrator.errors import UsageError
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from orchestrator.checkpoint.models import ModelRef
     from orchestrator.evaluation.evaluate import EvalTask, Row
     from orchestrator.frontier.frontier import Frontier
-    from orchestrator.tracking.store import Tracking
 
 
 def evaluate_grid(
@@ -41,26 +41,26 @@ def evaluate_grid(
     out = storage.absolute(out) if out else None
     if out:
         check_out(out, own=FILES)
-    store, root = on.places.open_store(), on.places.root()
-    tasks = tasks_of(references, grid, on, store, classes)
+    root, record = on.places.root(), Record(on.places)
+    tasks = tasks_of(references, grid, on, classes)
     sharding = by.sharding([task.model for task in tasks], on)
     tasks = [replace(task, sharding=sharding) for task in tasks]
     connect()
     check_shared(root)
     rows = measure_points(tasks, repeats=repeats)
-    record(store, tasks, rows)
-    show(draw_frontier(references, tasks, rows, root=root, out=out, store=store))
+    record_points(record, tasks, rows)
+    show(draw_frontier(references, tasks, rows, on, out, record))
 
 
 def tasks_of(
-    references: Sequence[str], grid: Sequence[str], on: Evaluation, store: Tracking, classes: str | None
+    references: Sequence[str], grid: Sequence[str], on: Evaluation, classes: str | None
 ) -> list[EvalTask]:
     """A task for each model. Raises UsageError if no model can run at any of the wanted points."""
     from orchestrator.evaluation.evaluate import EvalTask
     from orchestrator.evaluation.points import default_grid, parse_grid, possible, why_impossible
 
     wanted, tasks = parse_grid(grid) if grid else None, []
-    models = models_of(references, on.places, store)
+    models = models_of(references, on.places)
     for model in without_refused(models, lambda model: why_not_in(model, on.batch_size)):
         config, path = model.run.model, on.path(model)
         outputs = labels_by_name(model, path, classes)
@@ -144,36 +144,37 @@ def measure_points(tasks: list[EvalTask], *, repeats: int) -> dict[str, list[Row
     return rows
 
 
-def record(store: Tracking, tasks: list[EvalTask], rows: dict[str, list[Row]]) -> None:
-    """Writes the table of each model to its run, which has a table for each step and data set."""
+def record_points(record: Record, tasks: list[EvalTask], rows: dict[str, list[Row]]) -> None:
+    """Writes the table of each model to its run."""
     from orchestrator.sweeps.operating import table_of
 
     for task in tasks:
         model = task.model
-        if model.run_id:
-            found = [{"run": model.run_id, **row} for row in rows[model.location]]
-            run, (data,) = results_of(store, model.run_id, task.path)
+        if names := record.names(model, task.path):
+            assert model.directory
             split = "" if task.split == "val" else f"-{task.split}"
-            run.write_table(f"operating_points/{data}{split}/step-{model.step}.json", table_of(found))
+            name = f"operating_points/{next(iter(names))}{split}/step-{model.step}.json"
+            found = [{"run": model.name, **row} for row in rows[model.location]]
+            record.write(model.directory, {}, tables={name: table_of(found)}, data=names)
 
 
 def draw_frontier(
     references: Sequence[str],
     tasks: list[EvalTask],
     rows: dict[str, list[Row]],
-    *,
-    root: str,
+    on: Evaluation,
     out: str | None,
-    store: Tracking,
+    record: Record,
 ) -> Frontier:
     """Draws the points on the frontier of their sweep if they were measured on its validation images; else on
     a page of their own.
     """
     from orchestrator import storage
-    from orchestrator.sweeps.operating import frontier_of_models, with_operating
+    from orchestrator.sweeps.operating import OPERATING, frontier_of_models, table_of, with_operating
     from orchestrator.sweeps.publish import PAGE, publish_and_send, write_files
     from orchestrator.training.sweep_directory import SweepDir
 
+    root = on.places.root()
     apart = out or storage.join(root, "operating-points")
     names = [name.removeprefix("sweep:") for name in references if name.startswith("sweep:")]
     sweep = names[0] if len(names) == len(references) == 1 else ""
@@ -181,10 +182,12 @@ def draw_frontier(
     if sweep and SweepDir(folder).record() is not None and on_images_of_training(tasks):
         found = [{"run": task.model.name, **row} for task in tasks for row in rows[task.model.location]]
         # Without the lock: a command that trains there reads the table when it draws the page at its end.
-        SweepDir(folder).write_operating(found)
-        frontier, sent = publish_and_send(folder, lambda: store)
-        if not sent:
+        record.write(folder, {}, tables={OPERATING: table_of(found)})
+        frontier, missing = publish_and_send(folder, on.places.open_store)
+        if missing is None:
             print(f"a command trains in {folder}: it draws these points at its end")
+        elif missing:
+            print(missing)
         if out:
             write_files(frontier, out)
     else:
@@ -198,6 +201,7 @@ def draw_frontier(
         frontier, folder = frontier_of_models([task.model for task in tasks], rows), apart
         frontier = with_operating(frontier, found)
         write_files(frontier, folder)
+        record.send()
     print(f"page     {storage.join(folder, PAGE)}")
     return frontier
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jobs._cli import Evaluation, check_file, models_of, print_table, print_unrecorded, results_of
+from jobs._cli import Evaluation, check_file, models_of, print_table
+from jobs._record import Record
 from jobs._sharded import Workers
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
     from orchestrator.checkpoint.models import ModelRef
-    from orchestrator.tracking.store import Tracking
 
 KS = (1, 5, 10)
 MOST_PIXELS = 2e8  # values of the images that others are compared with by their pixels: 0.8 GB
@@ -33,8 +33,8 @@ def evaluate_zero_shot(
     from orchestrator.evaluation.evaluate import images_of
     from orchestrator.evaluation.image_text import nearest_pixels, read_class_names, zero_shot_scores
 
-    names, store, reports = read_class_names(file), on.places.open_store(), []
-    for model in with_text(references, on, store):
+    names, record, reports = read_class_names(file), Record(on.places), []
+    for model in with_text(references, on):
         path = on.path(model)
         here = names.for_data(path)
         read = partial(images_of, model, path=path, split=on.split, batch_size=on.batch_size, fields={})
@@ -47,7 +47,7 @@ def evaluate_zero_shot(
         table = scores["all"].table(here.classes)
         report = {
             "model": model.name,
-            "run_id": model.run_id,
+            "run": model.directory,
             "data": path,
             "split": on.split,
             "images": scores["all"].images(),
@@ -58,7 +58,7 @@ def evaluate_zero_shot(
             "classes": table,
         }
         reports.append(report)
-        record(store, model, path, f"zero_shot/{on.split}", report["metrics"])
+        record_metrics(record, model, path, f"zero_shot/{on.split}", report["metrics"])
     first = reports[0]
     rows = [(r["model"], r["images"], r["metrics"]["acc1"], r["metrics"]["acc5"]) for r in reports]
     rows += [(), ("chance", "", first["baselines"]["chance"], "")]
@@ -74,7 +74,7 @@ def evaluate_zero_shot(
             cells = zip(*report["classes"].values(), strict=True)
             rows = [["-" if cell is None else cell for cell in row] for row in cells]
             print_table(report["classes"], rows, title=f"{report['model']} by class")
-    print_unrecorded([report["model"] for report in reports if not report["run_id"]])
+    record.send()
     return reports
 
 
@@ -93,8 +93,8 @@ def evaluate_retrieval(
 
     if page:
         check_file("--page", page := storage.absolute(page))
-    store, reports = on.places.open_store(), []
-    for model in with_text(references, on, store):
+    record, reports = Record(on.places), []
+    for model in with_text(references, on):
         path = on.path(model)
         where = {"path": path, "split": on.split, "batch_size": on.batch_size, "fields": CAPTIONS}
         read = partial(images_of, model, **where)
@@ -107,7 +107,7 @@ def evaluate_retrieval(
             chance |= {f"{name}_r{k}": chance_recall(found.right_Q, candidates, k) for k in KS}
         report = {
             "model": model.name,
-            "run_id": model.run_id,
+            "run": model.directory,
             "data": path,
             "split": on.split,
             "images": images,
@@ -125,7 +125,7 @@ def evaluate_retrieval(
             html = retrieval_page("Retrieval", summary, pairs, on.images(model, path, {}))
             storage.write_bytes(page, html.encode())
         reports.append(report)
-        record(store, model, path, f"retrieval/{on.split}", metrics)
+        record_metrics(record, model, path, f"retrieval/{on.split}", metrics)
     first = reports[0]
     columns = [
         f"{name}_{measure}" for name in ("i2t", "t2i") for measure in (*(f"r{k}" for k in KS), "median_rank")
@@ -137,17 +137,17 @@ def evaluate_retrieval(
     )
     print_table(("model", *columns), rows, title=f"{counts}, of {first['data']}, {on.split}")
     print("i2t: images with one of their captions among the first k; equal scores of wrong answers are ahead")
-    print_unrecorded([report["model"] for report in reports if not report["run_id"]])
+    record.send()
     if page:
         print(f"page     {page}")
     return reports
 
 
-def with_text(references: Sequence[str], on: Evaluation, store: Tracking) -> list[ModelRef]:
+def with_text(references: Sequence[str], on: Evaluation) -> list[ModelRef]:
     """The models, all of which read text. Raises UsageError if one does not."""
     from orchestrator.tasks.contrastive import text_of
 
-    models = models_of(references, on.places, store)
+    models = models_of(references, on.places)
     for model in models:
         try:
             text_of(model.run.model)
@@ -156,10 +156,11 @@ def with_text(references: Sequence[str], on: Evaluation, store: Tracking) -> lis
     return models
 
 
-def record(store: Tracking, model: ModelRef, path: str, name: str, metrics: dict[str, float]) -> None:
-    """Writes figures to the run that trained the model, if MLflow knows it."""
-    if model.run_id:
-        run, (data,) = results_of(store, model.run_id, path)
-        run.log(
-            {f"eval/{data}/{name}/step-{model.step}/{metric}": value for metric, value in metrics.items()}
+def record_metrics(record: Record, model: ModelRef, path: str, name: str, metrics: dict[str, float]) -> None:
+    """Writes figures to the run that trained the model."""
+    if names := record.names(model, path):
+        assert model.directory
+        where = f"eval/{next(iter(names))}/{name}/step-{model.step}"
+        record.write(
+            model.directory, {f"{where}/{metric}": value for metric, value in metrics.items()}, data=names
         )

@@ -6,13 +6,13 @@ from functools import partial
 from math import log2
 from typing import TYPE_CHECKING
 
-from jobs._cli import Evaluation, models_of, print_table, print_unrecorded, results_of
+from jobs._cli import Evaluation, models_of, print_table
+from jobs._record import Record
 from jobs._sharded import Workers
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint.models import ModelRef
-    from orchestrator.tracking.store import Tracking
     from orchestrator.training.fewshot import FewShotResult
 
 
@@ -20,21 +20,14 @@ def evaluate_shots(
     names: tuple[str, ...], shots: tuple[int, ...], on: Evaluation, by: Workers, *, seeds: int
 ) -> None:
     """Classifies from few images, records and prints, model by model."""
-    from orchestrator.tracking.store import redact_uri
-
-    store = on.places.open_store()
-    models, results = models_of(names, on.places, store), {}
+    models, results, record = models_of(names, on.places), {}, Record(on.places)
     for model in models:
-        results[model.name] = result = classify(model, shots, on, by, store, seeds=seeds, first=not results)
+        results[model.name] = result = classify(model, shots, on, by, record, seeds=seeds, first=not results)
         shown = "  ".join(f"{each}-shot {result.mean(each):.4f}" for each in result.strength)
         print(f"{model.name}: {shown}", flush=True)
     print(f"\naccuracy on frozen features, mean of {seeds} draws of the shots; L2 of the best mean rank")
     print_shots(results)
-    unknown = [model.name for model in models if model.run_id is None]
-    print_unrecorded(unknown)
-    if len(unknown) < len(models):
-        where = "fewshot/<data>/step-<step>/acc_<n>shot and draws.json in each model's run"
-        print(f"MLflow   {redact_uri(store.uri)}: {where}")
+    record.send()
 
 
 def classify(
@@ -42,13 +35,13 @@ def classify(
     shots: tuple[int, ...],
     on: Evaluation,
     by: Workers,
-    store: Tracking,
+    record: Record,
     *,
     seeds: int,
     first: bool,
 ) -> FewShotResult:
-    """Classifies by one model, and writes the result to its MLflow run. For the first model, also prints the
-    classes that have too few images.
+    """Classifies by one model, and records the result. For the first model, also prints the classes that have
+    too few images.
 
     Raises:
         UsageError: for shots or data that cannot be used.
@@ -67,28 +60,26 @@ def classify(
             print(f"{name}: {few}", flush=True)
     run = model.run_on(model.run.data.path, batch_size=batch_size)
     result = by.measure(model, partial(few_shots, run=run, config=config), on)
-    if model.run_id:
-        record_shots(store, model.run_id, model.step, sets, result)
+    record_shots(record, model, sets, result)
     return result
 
 
-def record_shots(
-    store: Tracking, run_id: str, step: int, sets: dict[str, str], result: FewShotResult
-) -> None:
-    """Writes the result to the model's MLflow run. The time of day is its step, so that a later evaluation
-    follows an earlier one.
-    """
-    run, names = results_of(store, run_id, *sets.values())
-    for data, name in zip(names, sets, strict=True):
-        where = f"fewshot/{data}/step-{step}"
-        run.log({f"{where}/acc_{shots}shot": result.mean(shots, name) for shots in result.strength})
+def record_shots(record: Record, model: ModelRef, sets: dict[str, str], result: FewShotResult) -> None:
+    """Writes the result to the model's run."""
+    metrics, tables, names = dict[str, float](), {}, record.names(model, *sets.values())
+    for data, name in zip(names, sets, strict=bool(names)):
+        where = f"fewshot/{data}/step-{model.step}"
+        metrics |= {f"{where}/acc_{shots}shot": result.mean(shots, name) for shots in result.strength}
         rows = [
             (shots, seed, accuracy, strength)
             for shots, strength in result.strength.items()
             for seed, accuracy in enumerate(result.accuracy[name, shots])
         ]
         columns = ("shots", "seed", "accuracy", "l2")
-        run.write_table(f"{where}/draws.json", dict(zip(columns, zip(*rows, strict=True), strict=True)))
+        tables[f"{where}/draws.json"] = dict(zip(columns, zip(*rows, strict=True), strict=True))
+    if names:
+        assert model.directory
+        record.write(model.directory, metrics, tables=tables, data=names)
 
 
 def print_shots(results: dict[str, FewShotResult]) -> None:

@@ -43,12 +43,11 @@ from jobs._cli import (
     models_of,
     named,
     print_table,
-    print_unrecorded,
-    results_of,
 )
 from jobs._flags import MODELS, POINT, flag, numbers, parse
 from jobs._grid import evaluate_grid, labels_by_name, why_not_in, without_refused
 from jobs._image_text import evaluate_retrieval, evaluate_zero_shot
+from jobs._record import Record
 from jobs._sharded import Workers
 from jobs._shots import evaluate_shots
 from orchestrator.errors import UsageError
@@ -56,7 +55,6 @@ from orchestrator.errors import UsageError
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
     from orchestrator.checkpoint.models import ModelRef
-    from orchestrator.tracking.store import Tracking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,16 +158,16 @@ def evaluate(flags: EvaluateFlags) -> None:
         raise UsageError("--random-subsets draws as many experts as --set routing.experts=NUMBER says")
     if out:
         check_file("--out", out)
-    store = flags.on.places.open_store()
-    models = possible_at(point, models_of(flags.model, flags.on.places, store), flags.on.batch_size)
-    reports, failures = [], []
+    models = possible_at(point, models_of(flags.model, flags.on.places), flags.on.batch_size)
+    reports, failures, record = [], [], Record(flags.on.places)
     for model in models:
         try:
-            reports.append(evaluate_model(flags, model, point, store))
+            reports.append(evaluate_model(flags, model, point, record))
         except UsageError as error:
             failures.append(f"{model.name}: {error}" if len(models) > 1 else str(error))
     if reports:
         print_reports(reports, per_class=flags.per_class)
+        record.send()
     if reports and out:
         storage.write_bytes(out, json.dumps(reports, indent=1).encode())
         print(f"figures  {flags.out}")
@@ -210,18 +208,16 @@ def possible_at(point: RoutingOverrides, models: list[ModelRef], batch_size: int
 
 
 def evaluate_model(
-    flags: EvaluateFlags, model: ModelRef, point: RoutingOverrides, store: Tracking
+    flags: EvaluateFlags, model: ModelRef, point: RoutingOverrides, record: Record
 ) -> dict[str, Any]:
-    """The quality, cost and speed of the model at the point, for JSON. Records them in the model's run, where
-    the time of day is the step, so that a later evaluation follows an earlier one.
-    """
+    """The quality, cost and speed of the model at the point, for JSON. Records them in the model's run."""
     from moe.cost import forward_gflops_2mac
     from orchestrator import storage
     from orchestrator.data.manifest import open_manifest
     from orchestrator.evaluation.evaluate import EvalTask, figures
     from orchestrator.evaluation.points import point_key, point_name
     from orchestrator.frontier.points import as_shown
-    from orchestrator.tracking.find import metric_name
+    from orchestrator.training.measurements import metric_name
 
     path, split = flags.on.path(model), flags.on.split
     outputs = labels_by_name(model, path, flags.classes)
@@ -265,7 +261,7 @@ def evaluate_model(
         "model": model.name,
         "location": model.location,
         "step": model.step,
-        "run_id": model.run_id,
+        "run": model.directory,
         "point": point_name(point),
         "data": path,
         "split": split,
@@ -284,14 +280,17 @@ def evaluate_model(
             f"{storage.absolute(flags.out).removesuffix('.json')}.confusion-{metric_name(model.name)}.csv"
         )
         storage.write_bytes(report["confusion"], confusion.encode())
-    if model.run_id:
-        run, (data,) = results_of(store, model.run_id, path)
-        where = f"eval/{data}/{split}/step-{model.step}/{point_key(point)}"
-        run.log({f"{where}/{name}": value for name, value in metrics.items()})
-        run.write_table(f"{where}/classes.json", report["classes"])
-        if confusion:
-            run.write_text(f"{where}/confusion.csv", confusion)
-        run.tag(**{"eval.latency": timing(report)})
+    if names := record.names(model, path):
+        where = f"eval/{next(iter(names))}/{split}/step-{model.step}/{point_key(point)}"
+        assert model.directory
+        record.write(
+            model.directory,
+            {f"{where}/{name}": value for name, value in metrics.items()},
+            tables={f"{where}/classes.json": report["classes"]},
+            files={f"{where}/confusion.csv": confusion.encode()} if confusion else {},
+            data=names,
+            labels={"eval.latency": timing(report)},
+        )
     return report
 
 
@@ -315,7 +314,6 @@ def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
     first = reports[0]
     title = f"{first['point']} on {first['data']}, {first['split']}; ms: {timing(first)}"
     print_table(columns, rows, title=title)
-    print_unrecorded([report["model"] for report in reports if not report["run_id"]])
     for report in reports:
         for note in report["notes"]:
             print(f"{report['model']}: {note}")

@@ -213,7 +213,7 @@ def average(flags: ExportFlags) -> None:
     assert flags.out
     on, out = flags.on, storage.absolute(flags.out)
     check_file("--out", out)
-    models = models_of(flags.model, on.places, on.places.open_store())
+    models = models_of(flags.model, on.places)
     check_alike(models)
     path, chosen_on = on.path(models[0]), None
     if flags.evaluate or flags.greedy:

@@ -24,8 +24,18 @@ from math import log2
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from jobs._cli import Places, command, connect, failed, model_of, print_table, source_labels
+from jobs._cli import (
+    Places,
+    command,
+    connect,
+    exit_if_unsent,
+    failed,
+    model_of,
+    print_table,
+    source_labels,
+)
 from jobs._flags import GRACE, MODEL, assignment, flag, parse
+from jobs._record import Record
 from jobs.train import RunFlags
 from orchestrator.errors import UsageError
 from orchestrator.names import run_name
@@ -39,7 +49,6 @@ if TYPE_CHECKING:
     from orchestrator.sweeps.queue import Outcome
     from orchestrator.sweeps.suite import SuiteRow
     from orchestrator.sweeps.sweep import Sweep
-    from orchestrator.tracking.find import RunWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +100,11 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
     from orchestrator.sweeps.driver import SweepOptions, trained_trials
     from orchestrator.sweeps.finetune import failures, fine_tuned, finetune_sweep, probe
     from orchestrator.sweeps.suite import rates_sweep, with_best_rates
-    from orchestrator.tracking.find import RunWriter, newest_of
-    from orchestrator.tracking.store import redact_uri
     from orchestrator.training.fit import check_data
     from orchestrator.training.run_directory import RunDir
 
     store = flags.places.open_store()
-    model = model_of(flags.model, flags.places, store)
+    model = model_of(flags.model, flags.places)
     rows = rows_of(flags)
     base = base_of(flags, model, rows)
     rates = rates_sweep(base, rows)
@@ -123,14 +130,18 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
         print(f"probe of the frozen model  {name:18} {accuracy:.4f}", flush=True)
     with trained_trials(sweep, options, store=store) as trials:
         outcomes = trials.outcomes()
-    folder = RunDir.of(base).path
-    tuned, info = fine_tuned(sweep, outcomes), newest_of(store, folder)
-    if tuned.accuracy and info is not None:
-        parent = RunWriter(store, info.run_id)
-        parent.write_text("start.txt", str(start))
-        report(parent, base, rows, model, tuned, probed)
-        print(f"\nfiles    {folder}\nMLflow   {redact_uri(store.uri)}: {base.name}, finetune.json")
-    return reasons | failures(outcomes)
+    folder, tuned = RunDir.of(base).path, fine_tuned(sweep, outcomes)
+    if tuned.accuracy:
+        record = Record(flags.places)
+        metrics, table = report(base, rows, model, tuned, probed)
+        record.write(
+            folder, metrics, tables={"finetune.json": table}, files={"start.txt": str(start).encode()}
+        )
+        print(f"\nfiles    {folder}")
+        record.send()
+    if not (found := reasons | failures(outcomes)):
+        exit_if_unsent(folder)
+    return found
 
 
 def rows_of(flags: FineTuneFlags) -> list[SuiteRow]:
@@ -177,14 +188,9 @@ def print_rates(rates: Sweep, outcomes: Mapping[str, Outcome]) -> None:
 
 
 def report(
-    parent: RunWriter,
-    base: RunConfig,
-    rows: Sequence[SuiteRow],
-    model: ModelRef,
-    tuned: FineTuned,
-    probed: Probe,
-) -> None:
-    """Prints the accuracies by data set, of groups and of all, and writes them to the sweep's MLflow run. A
+    base: RunConfig, rows: Sequence[SuiteRow], model: ModelRef, tuned: FineTuned, probed: Probe
+) -> tuple[dict[str, float], dict[str, Sequence[Any]]]:
+    """Prints the accuracies by data set, of groups and of all, and returns them with a table of all runs. A
     mean is of data sets that all have a seed that finished.
     """
     size, was = base.model.image_size, model.run.model.image_size
@@ -211,9 +217,8 @@ def report(
             if len(rows) > 1:
                 table += [(), (title, "", overall, frozen, f"{overall.mean - frozen:+.4f}")]
     print_table(("data", "seeds", "fine-tuned", "probe", "gain"), table)
-    parent.log(metrics)
     columns = ("data", "seed", "accuracy", "probe")
-    parent.write_table("finetune.json", dict(zip(columns, zip(*draws, strict=True), strict=True)))
+    return metrics, dict(zip(columns, zip(*draws, strict=True), strict=True))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
   python jobs/inspect_routing.py tc --capacities 0.05,0.1,0.3 --examples 12 --layers 5 --out /tmp/tc
 
 Prints a row per MoE layer. Writes routing.html (one page that needs no network), its pictures and its tables
-below --out, and sends them to the model's MLflow run, below `routing`.
+below --out, and records them in the model's run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from jobs._cli import Evaluation, check_out, command, model_of, print_table, results_of
+from jobs._cli import Evaluation, check_out, command, model_of, print_table
 from jobs._flags import MODEL, flag, numbers, parse
+from jobs._record import Record
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def main() -> None:
 
 
 def inspect(flags: InspectFlags) -> None:
-    """Measures, draws, and reports below --out and in the model's MLflow run.
+    """Measures, draws, and reports below --out and in the model's run.
 
     Raises:
         UsageError: for flags that do not fit the model, and an --out that holds other files.
@@ -70,8 +69,7 @@ def inspect(flags: InspectFlags) -> None:
     from orchestrator import storage
 
     places = flags.on.places
-    store = places.open_store()
-    trained = model_of(flags.model, places, store)
+    trained = model_of(flags.model, places)
     path = flags.on.path(trained)
     out = places.below(FOLDER, trained.name.replace("/", "-"))
     if flags.out:
@@ -81,24 +79,24 @@ def inspect(flags: InspectFlags) -> None:
     trained.check_classes(path)
     html, pictures, tables = analyse(flags, trained, blocks, path)
     contents = {PAGE: html.encode(), **pictures}
-    contents |= {f"{name}.json": json.dumps(table).encode() for name, table in tables.items()}
     storage.make_folder(out)
     for name, content in contents.items():
         storage.write_bytes(storage.join(out, name), content)
-    print(f"{storage.join(out, PAGE)}: {len(pictures)} pictures, {len(tables)} tables beside it")
-    if trained.run_id is None:
-        print("MLflow has no run of this model: nothing is logged there")
-        return
-    run, (data,) = results_of(store, trained.run_id, path)
-    folder = f"{FOLDER}/{data}/step-{trained.step}"
     for name, table in tables.items():
-        run.write_table(f"{folder}/{name}.json", table)
-    with TemporaryDirectory() as scratch:
-        for name, content in {PAGE: html.encode(), **pictures}.items():
-            file = Path(scratch) / name
-            file.write_bytes(content)
-            run.write_file(file, folder=folder)
-    print(f"MLflow run {trained.run_id}: artifacts below {folder}")
+        storage.write_bytes(storage.join(out, f"{name}.json"), json.dumps(table).encode())
+    print(f"{storage.join(out, PAGE)}: {len(pictures)} pictures, {len(tables)} tables beside it")
+    record = Record(places)
+    if names := record.names(trained, path):
+        assert trained.directory
+        folder = f"{FOLDER}/{next(iter(names))}/step-{trained.step}"
+        record.write(
+            trained.directory,
+            {},
+            tables={f"{folder}/{name}.json": table for name, table in tables.items()},
+            files={f"{folder}/{name}": content for name, content in contents.items()},
+            data=names,
+        )
+    record.send()
 
 
 def blocks_of(trained: ModelRef, asked: tuple[int, ...] | None) -> list[int]:

@@ -22,7 +22,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jobs._cli import command, connect, failed, models_of, print_table, source_labels
+from jobs._cli import (
+    command,
+    connect,
+    exit_if_unsent,
+    failed,
+    models_of,
+    print_table,
+    source_labels,
+)
 from jobs._flags import flag, near, numbers, pair, parse, positive
 from jobs.train import RunFlags, print_fields
 from orchestrator.errors import UsageError
@@ -199,9 +207,7 @@ class SweepFlags:
         changes = self.run.changes(sweep.base.name, source=self.source(), model_of_weights=upcycle)
         sweep = self.named_sweep(changes)
         if self.towers:
-            sweep = beside_towers(
-                sweep, models_of(self.towers, self.run.places, self.run.places.open_store())
-            )
+            sweep = beside_towers(sweep, models_of(self.towers, self.run.places))
         if self.has_data():
             sweep = sweep.based_on(decided_by_data(sweep.base))
         if self.quality:
@@ -312,6 +318,7 @@ def sweep(flags: SweepFlags) -> None:
         retrain=flags.retrain(),
         flops_per_s=flops_per_s,
         labels=source_labels(),
+        trackers=flags.run.trackers(),
     )
     if tuning:
         tuned = tune(sweep, tuning, options, store=store)
@@ -323,6 +330,7 @@ def sweep(flags: SweepFlags) -> None:
     print_end(flags, sweep, frontier, progress.run, store)
     if reasons := progress.run.failures():
         sys.exit(failed(reasons))
+    exit_if_unsent(f"{sweep.base.storage}/{sweep.base.name}")
 
 
 def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun, store: Tracking) -> None:

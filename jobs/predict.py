@@ -96,7 +96,7 @@ def predict(flags: PredictFlags) -> None:
     from orchestrator.evaluation.predict import PART, PLAN, begin, digest_of, list_parts
 
     point = parse_point(flags.set)
-    model = model_of(flags.model, flags.places, flags.places.open_store())
+    model = model_of(flags.model, flags.places)
     names, preparation = class_names(flags, model), preparation_for(flags, model)
     if not (model.run.task.classifies or names or flags.features):
         raise UsageError(

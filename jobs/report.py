@@ -1,5 +1,4 @@
-"""Draw the frontier of a sweep again, from its directory or, without the directory, from MLflow alone. If the
-directory is there, also send MLflow what it lacks.
+"""Draw the frontier of a sweep again from its directory, and send MLflow what it lacks.
 
 python jobs/report.py --name quickstart
 python jobs/report.py --name quickstart --out /tmp/report --tracking-uri http://host:5000
@@ -8,9 +7,10 @@ python jobs/report.py --published softmoe-figure3    # as a paper printed it; --
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
-from jobs._cli import Places, check_out, command, print_table
+from jobs._cli import UNSENT, Places, check_out, command, print_table
 from jobs._flags import flag, parse
 from jobs.pareto_sweep import print_frontier
 from orchestrator.names import run_name
@@ -34,30 +34,29 @@ def report(flags: ReportFlags) -> None:
     """Writes page and pictures, prints the frontier, and brings MLflow up to date."""
     from orchestrator import storage
     from orchestrator.frontier.points import is_complete
-    from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
+    from orchestrator.sweeps.build import sweep_frontier
     from orchestrator.sweeps.publish import FILES, publish_and_send, trains, write_files
-    from orchestrator.tracking.store import open_reader, redact_uri
-    from orchestrator.training.sweep_directory import SweepDir
+    from orchestrator.tracking.store import redact_uri
 
-    directory = flags.places.below(flags.name)
+    directory, missing = flags.places.below(flags.name), ""
     out = storage.absolute(flags.out) if flags.out else directory
     if flags.out:
         check_out(out, own=FILES)
-    sent = False
-    if SweepDir(directory).record() is None:
-        frontier = mlflow_frontier(open_reader(flags.places.uri()), flags.name)
-    elif flags.out:
         frontier, _, _ = sweep_frontier(directory, live=trains(directory))
     else:
-        frontier, sent = publish_and_send(directory, flags.places.open_store)
-        mlflow = f"MLflow at {redact_uri(flags.places.uri())} has all of {directory}"
-        print(mlflow if sent else f"a command trains in {directory}: it keeps MLflow up to date")
-    if not sent:
+        frontier, missing = publish_and_send(directory, flags.places.open_store)
+        if missing is None:
+            print(f"a command trains in {directory}: it keeps MLflow up to date")
+        else:
+            print(missing or f"MLflow at {redact_uri(flags.places.uri())} has all of {directory}")
+    if flags.out or missing is None:
         write_files(frontier, out)
     print_frontier(frontier)
     if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):
         print(f"{left_out} finished arms are not judged: quality or cost unknown, or a cost not above 0")
     print(f"{out}/{{{','.join(FILES)}}}: {len(frontier.points)} points of {frontier.name}")
+    if missing:
+        sys.exit(UNSENT)
 
 
 def report_published(flags: ReportFlags, name: str) -> None:

@@ -5,27 +5,26 @@ python jobs/study.py specialisation --data /data/mnist
 python jobs/study.py specialisation --seeds 5 --stop-at 0.94 --out /tmp/specialisation
 python jobs/study.py faster-inference
 
-Prints a table; writes table and picture to --out and to a run of MLflow. Seeds decide everything but times.
+Prints a table; writes table and picture to --out, and records them below the storage. Seeds decide everything
+but times.
 """
 
 from __future__ import annotations
 
 import json
 import pkgutil
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs._cli import Places, check_writable, command, print_table
 from jobs._flags import flag, parse
+from jobs._record import Record
 from orchestrator.errors import UsageError
 from papers import STUDIES
 
 if TYPE_CHECKING:
-    from orchestrator.tracking.store import Tracking
-    from papers.results import StudyResult
+    pass
 
 
 def study_name(text: str) -> str:
@@ -65,10 +64,11 @@ def main() -> None:
 
 
 def run_study(flags: StudyFlags) -> None:
-    """Trains and measures what the study compares; prints and publishes the result."""
+    """Trains and measures what the study compares; prints and records the result."""
     import torch
 
     from orchestrator import storage
+    from orchestrator.frontier.drawing import png
 
     # The models are small: more threads take longer.
     torch.set_num_threads(1)
@@ -76,7 +76,6 @@ def run_study(flags: StudyFlags) -> None:
     folder = flags.places.below("studies", name)
     out = storage.absolute(flags.out) if flags.out else folder
     check_writable("--out" if flags.out else "--storage", out)
-    store = flags.places.open_store()
     options: dict[str, object] = {} if flags.stop_at is None else {"stop_at": flags.stop_at}
     if flags.data:
         options["data"] = flags.places.shards(flags.data)
@@ -89,31 +88,20 @@ def run_study(flags: StudyFlags) -> None:
     print_table(result.table, rows, title=result.title, left=0)
     for note in result.notes:
         print(note)
-    publish(result, flags.name, store, folder=folder, out=out, seeds=flags.seeds)
-    print(f"{out}/{flags.name}.png and .json; MLflow run {name}")
-
-
-def publish(result: StudyResult, study: str, store: Tracking, *, folder: str, out: str, seeds: int) -> None:
-    """Writes table and picture to `out` and to a run of MLflow, tagged with `folder`."""
-    from orchestrator import storage
-    from orchestrator.frontier.drawing import png
-    from orchestrator.tracking.find import create_run
-
-    tags = {"role": "study", "study": study, "directory": folder}
-    run = create_run(store, folder.rsplit("/", 1)[-1], tags)
-    run.tag(seeds=str(seeds), title=result.title)
-    run.log({f"study/{name}": value for name, value in result.metrics.items()}, step=0)
-    tables = {"table": result.table, **result.details}
-    for name, table in tables.items():
-        run.write_table(f"{name}.json", table)
     picture = png(result.figure)
-    with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary) / f"{study}.png"
-        file.write_bytes(picture)
-        run.write_file(file)
-    storage.write_bytes(storage.join(out, f"{study}.png"), picture)
-    storage.write_bytes(storage.join(out, f"{study}.json"), json.dumps(tables, indent=1).encode())
-    run.finish("FINISHED")
+    tables = {"table": result.table, **result.details}
+    storage.write_bytes(storage.join(out, f"{flags.name}.png"), picture)
+    storage.write_bytes(storage.join(out, f"{flags.name}.json"), json.dumps(tables, indent=1).encode())
+    record = Record(flags.places)
+    record.write(
+        folder,
+        {f"study/{name}": value for name, value in result.metrics.items()},
+        tables={f"{name}.json": table for name, table in tables.items()},
+        files={f"{flags.name}.png": picture},
+        labels={"role": "study", "study": flags.name, "seeds": str(flags.seeds), "title": result.title},
+    )
+    print(f"{out}/{flags.name}.png and .json")
+    record.send()
 
 
 if __name__ == "__main__":

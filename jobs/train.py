@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from jobs._cli import Places, command, connect, source_labels
+from jobs._cli import Places, command, connect, exit_if_unsent, source_labels
 from jobs._flags import GRACE, MODEL, assignment, flag, parse
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.names import run_name
@@ -23,6 +23,7 @@ from orchestrator.names import run_name
 if TYPE_CHECKING:
     from moe.model import ModelConfig
     from orchestrator.config import RunConfig
+    from orchestrator.tracking.base import TrackerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,11 @@ class RunFlags:
     verify: bool = flag(False, "read all shards and check their SHA-256 before training")
     resume: bool = flag(False, "fail if there is no earlier run to continue")
     fresh: bool = flag(False, "move an earlier run aside and start over")
+    tracker: tuple[str, ...] = flag(
+        (),
+        "also show it in this tracker: tensorboard, or the kind of a --plugin (repeatable)",
+        metavar="KIND",
+    )
     grace: float | None = GRACE
     places: Places
 
@@ -67,6 +73,18 @@ class RunFlags:
             raise UsageError("--resume and --fresh exclude each other")
         if self.model and "model" in dict(self.set):
             raise UsageError("--model and --set model exclude each other")
+
+    def trackers(self) -> tuple[TrackerConfig, ...]:
+        """The trackers beside MLflow. Raises UsageError for an unknown kind."""
+        from moe.config import did_you_mean
+        from orchestrator.tracking.base import TrackerConfig
+
+        for kind in self.tracker:
+            if kind not in TrackerConfig.kinds:
+                known = ", ".join(TrackerConfig.kinds)
+                near = did_you_mean(kind, TrackerConfig.kinds)
+                raise UsageError(f"--tracker {kind} is unknown; known: {known}{near}")
+        return tuple(TrackerConfig.kinds[kind]() for kind in self.tracker)  # pyright: ignore[reportReturnType]
 
     def mode(self) -> Literal["auto", "resume", "fresh"]:
         return "resume" if self.resume else "fresh" if self.fresh else "auto"
@@ -223,6 +241,7 @@ def train(flags: RunFlags) -> None:
 
     if flags.asks_for_fields():
         return print_fields(RunConfig())
+    trackers = flags.trackers()
     run = decided_by_data(flags.config(RunConfig()))
     check_data(run, verify=flags.verify)
     print(f"{run.name}: {describe_model(run.model)}, {describe_data(run)}", flush=True)
@@ -230,7 +249,7 @@ def train(flags: RunFlags) -> None:
         connect()
     store = flags.places.open_store()
     try:
-        result = driver.train(run, mode=flags.mode(), store=store, labels=source_labels())
+        result = driver.train(run, mode=flags.mode(), store=store, labels=source_labels(), trackers=trackers)
     except UsageError:
         raise
     except Exception as error:
@@ -243,6 +262,7 @@ def train(flags: RunFlags) -> None:
         print(f"best of the checkpoints kept, by {run.task.quality}: {better}")
     if result.status == "diverged":
         sys.exit(f"error: {run.name} diverged: {result.reason or f'at step {result.step}'}")
+    exit_if_unsent(RunDir.of(run).path)
 
 
 if __name__ == "__main__":

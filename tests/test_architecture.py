@@ -60,8 +60,9 @@ orchestrator.credentials:
 orchestrator.threads: moe.model
 orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoint.weights
     orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.storage
-    orchestrator.tasks orchestrator.tracking orchestrator.training.metrics_file
-    orchestrator.training.run_directory orchestrator.training.sweep_directory
+    orchestrator.tasks orchestrator.tracking orchestrator.training.measurements
+    orchestrator.training.metrics_file orchestrator.training.run_directory
+    orchestrator.training.sweep_directory
 orchestrator.tracking.served: moe.load moe.signature orchestrator.data.batch orchestrator.data.images
     orchestrator.data.preparation
 orchestrator.data: moe.config moe.signature moe.tokenizers orchestrator.config orchestrator.data
@@ -107,17 +108,19 @@ orchestrator.evaluation: moe orchestrator.checkpoint orchestrator.codec orchestr
     orchestrator.tracking orchestrator.training
 papers: moe orchestrator papers
 jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._list jobs._main
-    jobs._sharded jobs._shots jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe orchestrator
+    jobs._record jobs._sharded jobs._shots jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe
+    orchestrator
 jobs._flags:
 jobs._cli: jobs jobs._flags jobs._signals orchestrator
 jobs._signals: orchestrator.training.notice
-jobs._grid: jobs._cli jobs._sharded orchestrator
-jobs._shots: jobs._cli jobs._sharded orchestrator
+jobs._grid: jobs._cli jobs._record jobs._sharded orchestrator
+jobs._record: jobs._cli orchestrator
+jobs._shots: jobs._cli jobs._record jobs._sharded orchestrator
 jobs._list: jobs._cli moe orchestrator
 jobs._describe: moe orchestrator
 jobs._sweep_plan: jobs._cli orchestrator
-jobs.inspect_routing: jobs._cli jobs._flags moe orchestrator papers
-jobs.study: jobs._cli jobs._flags orchestrator papers
+jobs.inspect_routing: jobs._cli jobs._flags jobs._record moe orchestrator papers
+jobs.study: jobs._cli jobs._flags jobs._record orchestrator papers
 bench: moe orchestrator papers
 """)
 EVERYWHERE = "orchestrator.errors"  # imports nothing itself

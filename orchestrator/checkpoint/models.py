@@ -39,7 +39,7 @@ class ModelRef:
     run: RunConfig  # as it was trained
     step: int  # of training; -1 if unknown
     signature: Signature  # what it takes and what it gives
-    run_id: str | None = None  # of MLflow; None if MLflow does not know the run
+    directory: str | None = None  # of its run; None if it is not there
 
     @property
     def classes(self) -> tuple[str, ...] | None:

@@ -12,9 +12,8 @@ from orchestrator.checkpoint.manifest import MANIFEST, find_checkpoint, steps
 from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import read_metadata
 from orchestrator.errors import UsageError
-from orchestrator.tracking.find import RunInfo, children, find_run, find_sweep, newest_of
-from orchestrator.tracking.registry import checkpoint_of
-from orchestrator.tracking.store import Tracking, open_reader, store_uri
+from orchestrator.tracking.registry import checkpoint_of, directory_of
+from orchestrator.tracking.store import store_uri
 from orchestrator.training.run_directory import RunDir, kind_of
 from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
@@ -48,27 +47,33 @@ def load_model(reference: str, *, root: str | None = None, tracking_uri: str | N
         return read_model(location).load()
 
 
-def find_models(reference: str, *, root: str, tracking: Tracking) -> list[ModelRef]:
-    """The models that `reference` means: a single model, or the finished trials of a sweep.
+def find_models(
+    reference: str, *, root: str | None = None, tracking_uri: str | None = None
+) -> list[ModelRef]:
+    """The models that `reference` means: a single model, or the finished trials of a sweep. Each knows the
+    directory of its run.
+
+    Args:
+        root, tracking_uri: see `load_model`.
 
     Raises:
         UsageError: if there is no such model, or its weights are damaged.
     """
     name = reference.removeprefix("sweep:")
-    if name != reference:
-        models = _models_below(storage.join(root, name), tracking)
-        if models is None:
-            runs = children(tracking, find_sweep(tracking, name).run_id)
-            trials = [run for run in runs if run.tags.get("role") == "trial"]
-            models = [_model_of(run) for run in trials if run.status == "FINISHED"]
-        if not models:
-            raise UsageError(f"{reference} has no finished trial")
-        return models
-    if reference.startswith("runs:/"):
-        return [_model_of(find_run(tracking, reference.removeprefix("runs:/")))]
-    model = read_model(model_location(reference, root=root, tracking_uri=tracking.uri))
-    run = newest_of(tracking, RunDir.of(model.run).path) if _has_one_run(model.location) else None
-    return [replace(model, run_id=run.run_id if run else None)]
+    if name == reference:
+        model = read_model(model_location(reference, root=root, tracking_uri=tracking_uri))
+        return [replace(model, directory=_directory_of(model))]
+    directory = SweepDir(storage.join(storage.home(root), name))
+    if (sweep := directory.record()) is None:
+        raise UsageError(f"no sweep {name!r}: {directory.path} holds none")
+    models = []
+    for trial, labels in sweep.trials.items():
+        run = directory.trial(labels)
+        if labels["role"] == "trial" and run.state(live=False, quality=sweep.quality).status == "finished":
+            models.append(replace(read_model(run.checkpoints), name=trial, directory=run.path))
+    if not models:
+        raise UsageError(f"{reference} has no finished trial")
+    return models
 
 
 def model_location(reference: str, *, root: str | None = None, tracking_uri: str | None = None) -> str:
@@ -84,7 +89,7 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
         raise UsageError(f"{reference} names several models: name a single trial of it")
     root = storage.home(root)
     if reference.startswith("models:/"):
-        location, _, digest = checkpoint_of(reference, store_uri(root, tracking_uri))
+        location, digest = checkpoint_of(reference, store_uri(root, tracking_uri))
         try:
             folder, manifest = find_checkpoint(location, whole=False)
         except FileNotFoundError as error:
@@ -98,8 +103,7 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
             )
         return location
     if reference.startswith("runs:/"):
-        store = open_reader(store_uri(root, tracking_uri))
-        return _checkpoints_of(find_run(store, reference.removeprefix("runs:/")))
+        reference = directory_of(reference.removeprefix("runs:/"), store_uri(root, tracking_uri))
     path = storage.absolute(reference)
     if storage.is_local(path) and is_foreign(path):
         return import_once(path, root)
@@ -153,29 +157,12 @@ def _on_frontier(directory: SweepDir, sweep: SweepRecord, alias: str) -> str:
     return location
 
 
-def _has_one_run(location: str) -> bool:
-    """Whether a single run trained these weights. A soup comes from several, and may have the name of any."""
-    return not location.endswith(SUFFIX) or "manifest_sha256" in read_metadata(location)
-
-
-def _models_below(directory: str, tracking: Tracking) -> list[ModelRef] | None:
-    """The finished trials of the sweep in a directory; None if there is no sweep."""
-    if (sweep := SweepDir(directory).record()) is None:
+def _directory_of(model: ModelRef) -> str | None:
+    """The directory of the run that trained these weights; None if it is not there, or if they come from
+    several runs, as a soup does.
+    """
+    if model.location.endswith(SUFFIX) and "manifest_sha256" not in read_metadata(model.location):
         return None
-    models = []
-    for name, labels in sweep.trials.items():
-        trial = SweepDir(directory).trial(labels)
-        if labels["role"] == "trial" and trial.state(live=False, quality=sweep.quality).status == "finished":
-            run, model = newest_of(tracking, trial.path), read_model(trial.checkpoints)
-            models.append(replace(model, name=name, run_id=run.run_id if run else None))
-    return models
-
-
-def _model_of(run: RunInfo) -> ModelRef:
-    model = read_model(_checkpoints_of(run))
-    return replace(model, name=run.tags.get("trial", run.name), run_id=run.run_id)
-
-
-def _checkpoints_of(run: RunInfo) -> str:
-    """The run's checkpoints: `--fresh` moves them, and its tag follows."""
-    return RunDir(run.tags.get("directory", RunDir.of(run.config()).path)).checkpoints
+    around = model.location.rpartition("/checkpoints")[0]
+    there = (RunDir(around) for around in (around, RunDir.of(model.run).path) if around)
+    return next((run.path for run in there if run.record() is not None), None)

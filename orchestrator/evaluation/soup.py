@@ -54,7 +54,9 @@ def write_soup(
         "version": VERSION,
         "config": json.dumps(to_dict(replace(models[0].run, name=Path(out).stem))),
         SIGNATURE: replace(models[0].signature, classes=names).to_json(),
-        "soup": json.dumps([{"location": m.location, "step": m.step, "run_id": m.run_id} for m in models]),
+        "soup": json.dumps(
+            [{"location": m.location, "step": m.step, "directory": m.directory} for m in models]
+        ),
     }
     if chosen_on:
         metadata["chosen_on"] = chosen_on

@@ -1,6 +1,5 @@
-"""The frontier of a sweep, from its directory or from MLflow."""
+"""The frontier of a sweep, from its directory."""
 
-import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,11 +17,8 @@ from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, Status
 from orchestrator.frontier.published import papers_metric, published
-from orchestrator.sweeps.operating import read_operating, with_operating
+from orchestrator.sweeps.operating import operating_rows, with_operating
 from orchestrator.sweeps.sweep import Sweep, settings
-from orchestrator.tracking.find import RunInfo, children, find_sweep
-from orchestrator.tracking.projection import CONSTANT, status_of
-from orchestrator.tracking.store import Tracking
 from orchestrator.training.progress import costs
 from orchestrator.training.run_directory import Result
 from orchestrator.training.sweep_directory import SweepDir, SweepRecord
@@ -49,13 +45,12 @@ WORST_FIRST: tuple[Status, ...] = ("running", "failed", "diverged", "interrupted
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord:
-    """A trial, as its directory or MLflow has it.
+    """A trial, as its directory has it.
 
     Attributes:
-        run_id: its name in the sweep, or its MLflow run.
+        run_id: its name in the sweep.
         metrics: as last reported.
         spending: (seconds since the epoch, device-seconds) of each piece of its training.
-        directory: the trial's; empty if it was read from MLflow.
         checkpoint: folder of its last checkpoint, relative to its directory; empty if there is none.
         weights: digest of that checkpoint's weights.
         better: its best checkpoint and the quality, if that is not the last; else empty.
@@ -66,9 +61,8 @@ class TrialRecord:
     config: RunConfig
     status: Status
     metrics: Mapping[str, float]
+    directory: str
     spending: tuple[tuple[float, float], ...] = ()
-    url: str | None = None
-    directory: str = ""
     checkpoint: str = ""
     weights: str = ""
     better: str = ""
@@ -128,50 +122,8 @@ def sweep_frontier(directory: str, *, live: bool = False) -> tuple[Frontier, Swe
         raise UsageError(f"no sweep in {directory}")
     if not (trials := read_trials(directory, sweep, live=live)):
         raise UsageError(f"the sweep in {directory} has no trials yet")
-    rows = SweepDir(directory).operating()
-    return with_operating(build_frontier(sweep, trials, live=live), rows), sweep, trials
-
-
-def mlflow_frontier(tracking: Tracking, name: str) -> Frontier:
-    """The frontier of the sweep of that name, from MLflow alone.
-
-    Raises:
-        UsageError: if there is no such sweep, or none of its trials has begun.
-    """
-    parent = find_sweep(tracking, name)
-    if not (runs := children(tracking, parent.run_id)):
-        raise UsageError(f"sweep {name!r} has no trials yet")
-    sweep = SweepRecord(
-        key="",
-        name=parent.name,
-        began_s=parent.start_s,
-        base={},
-        data_digest="",
-        quality=parent.tags["objective.quality"],
-        cost=parent.tags["objective.cost"],
-        val_images=int(parent.tags.get("val_images", "0")),
-        seeds=list(range(int(parent.tags.get("seeds", "1")))),
-        claims=list(filter(None, parent.tags.get("claims", "").split("\n"))),
-        reference=json.loads(parent.tags.get("reference", "{}")),
-        baselines=json.loads(parent.tags.get("baselines", "{}")),
-        labels={TUNED: parent.tags[TUNED]} if TUNED in parent.tags else {},
-        status="finished" if parent.status in ("FINISHED", "FAILED") else "interrupted",
-    )
-    frontier = build_frontier(sweep, [_from_mlflow(run) for run in runs], live=parent.status == "RUNNING")
-    return with_operating(frontier, read_operating(parent))
-
-
-def _from_mlflow(run: RunInfo) -> TrialRecord:
-    constants = {name: float(run.params[name]) for name in CONSTANT if name in run.params}
-    return TrialRecord(
-        run_id=run.tags.get("trial", run.name),
-        labels=run.tags,
-        config=run.config(),
-        status=status_of(run),
-        metrics={**run.metrics, **constants},
-        spending=((run.end_s or math.inf, own_seconds(run.metrics)),),
-        url=run.url,
-    )
+    frontier = build_frontier(sweep, trials, live=live)
+    return with_operating(frontier, operating_rows(directory)), sweep, trials
 
 
 def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord], *, live: bool) -> Frontier:
@@ -316,12 +268,11 @@ def _point(
         quality=fmean(qualities) if whole else math.nan,
         size=float(found["capacity"]),
         run_id=first.run_id,
-        run_url=first.url,
         status=status,
         details={label: _mean(same, name) for name, label in MEASURED if name in first.metrics} | better,
         costs={n: _mean(same, n) for n in PANELS if n in first.metrics} if whole else known,
         settings=found,
-        runs=tuple((trial.run_id, trial.url) for trial in same[1:]),
+        runs=tuple((trial.run_id, None) for trial in same[1:]),
         quality_name=sweep.quality,
         load_run=partial(_load_run, {trial.run_id: trial for trial in same}),
     )
@@ -331,7 +282,7 @@ def _point(
 def _load_run(trials: Mapping[str, TrialRecord], run_id: str) -> Model:
     trial = trials[run_id]
     if not trial.checkpoint:
-        raise UsageError(f"trial {run_id!r} has no checkpoint in {trial.directory or 'MLflow'}")
+        raise UsageError(f"trial {run_id!r} has no checkpoint in {trial.directory}")
     return load_checkpoint(storage.join(trial.directory, trial.checkpoint))
 
 

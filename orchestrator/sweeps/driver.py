@@ -37,13 +37,15 @@ from orchestrator.sweeps.queue import Job, Policy, RunToCompletion
 from orchestrator.sweeps.run import QUIET, SweepRun, Watch, keep_weights_only
 from orchestrator.sweeps.search import OptunaSearch, SearchOptions, sample
 from orchestrator.sweeps.sweep import Sweep, Trial
+from orchestrator.tracking.base import TrackerConfig, following, update_now
 from orchestrator.tracking.find import check_original
 from orchestrator.tracking.store import Tracking, open_tracking, store_uri
-from orchestrator.tracking.sync import BackgroundSync, Sync
+from orchestrator.tracking.sync import Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.cluster import connect
 from orchestrator.training.fit import check_data, check_start, decided_by_data, fit, start
 from orchestrator.training.lock import locked
+from orchestrator.training.measurements import made_by
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.progress import costs
 from orchestrator.training.resources import check_resources, check_shared, is_inline
@@ -76,7 +78,8 @@ class SweepOptions(Config):
         search: draws arms from the sweep's space, beside those it names; None: no arms are drawn.
         retrain: arms at the knee that are trained again, for twice the steps, on several workers.
         flops_per_s: of a device; predicts how long trials take until the first has ended; None: none.
-        labels: further tags of the sweep's MLflow run.
+        labels: further tags of the sweep in trackers.
+        trackers: what follows the sweep beside MLflow.
     """
 
     mode: Mode = "auto"
@@ -87,6 +90,7 @@ class SweepOptions(Config):
     retrain: NonNegativeInt = 0
     flops_per_s: PositiveFloat | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    trackers: tuple[TrackerConfig, ...] = ()
 
 
 def with_data(run: RunConfig) -> RunConfig:
@@ -95,14 +99,14 @@ def with_data(run: RunConfig) -> RunConfig:
     return decided_by_data(replace(run, data=replace(run.data, path=path)))
 
 
-def open_store(root: str, uri: str | None = None) -> Tracking:
+def open_store(root: str, uri: str | None = None, experiment: str | None = None) -> Tracking:
     """The MLflow store of a storage. A database on a disk has its files on a disk: in the storage, or beside
     itself, for MLflow knows other object storages than we do. Raises UsageError if it cannot be opened.
     """
     uri = store_uri(root, uri)
     at = storage.absolute(root) if storage.is_local(root) else os.path.dirname(uri.removeprefix("sqlite:///"))
     artifacts = Path(at, "mlartifacts").absolute().as_uri()  # in a plain path MLflow replaces %XX
-    return open_tracking(uri, artifacts=artifacts)
+    return open_tracking(uri, artifacts=artifacts, experiment=experiment)
 
 
 def _silent(*_: object) -> None: ...
@@ -115,6 +119,7 @@ def train(
     progress: bool | Report = True,
     store: Tracking | None = None,
     labels: Mapping[str, str] | None = None,
+    trackers: Iterable[TrackerConfig] = (),
 ) -> Result:
     """Trains one run to its end, from its newest checkpoint if it has one, and shows it in MLflow.
 
@@ -124,7 +129,8 @@ def train(
         mode: ``auto`` continues what is there, ``resume`` insists on it, ``fresh`` moves it aside.
         progress: whether to print a line for every report; or a function that gets the step and its metrics.
         store: the MLflow store; by default MLFLOW_TRACKING_URI, else ``mlflow.db`` below the storage.
-        labels: further tags of the MLflow run.
+        labels: further tags of the run in trackers.
+        trackers: what follows the run beside MLflow.
 
     Raises:
         UsageError: for an unknown mode, a run that cannot be trained, or another config in its directory.
@@ -148,10 +154,11 @@ def train(
         check_resources(run)
     store = store or open_store(run.storage)
     with working_in(directory, mode, store):
-        start(run, "resume" if mode == "resume" else "auto", labels)
+        start(run, "resume" if mode == "resume" else "auto", {**made_by(), **(labels or {})})
         if not is_inline(run):
             say(f"starting {run.scale.workers} workers, which load libraries first ..")
-        with BackgroundSync(store, directory), SystemMetrics(directory), _recording_errors(directory):
+        followers = [Sync(store, directory), *(tracker.follow(directory) for tracker in trackers)]
+        with following(followers), SystemMetrics(directory), _recording_errors(directory):
             return fit(run, report)
 
 
@@ -217,8 +224,10 @@ def trained_trials(
     store = open_mine()
     search = options.search and make_search(sweep, options.search, watch)
     with watch, working_in(directory, options.mode, store):
-        acquire_sweep_dir(sweep, resume=options.mode == "resume", labels=options.labels)
-        with BackgroundSync(store, directory, watch.say), SystemMetrics(directory):
+        labels = {**made_by(), **options.labels}
+        acquire_sweep_dir(sweep, resume=options.mode == "resume", labels=labels)
+        followers = [Sync(store, directory), *(tracker.follow(directory) for tracker in options.trackers)]
+        with following(followers, watch.say), SystemMetrics(directory):
             status = "interrupted"
             budget = BudgetTracker(options.budget, directory, flops_per_s=options.flops_per_s or math.inf)
             try:
@@ -262,11 +271,8 @@ def working_in(directory: str, mode: Mode, store: Tracking) -> Iterator[None]:
     """
     wait_for_report(directory)
     with locked(directory, fresh=mode == "fresh") as aside:
-        if aside:
-            try:
-                Sync(store, aside).update()
-            except Exception as error:  # MLflow may be away
-                log.warning("MLflow still shows what is now %s as running: %s", aside, reason_of(error))
+        if aside and (missing := update_now(Sync(store, aside))):
+            log.warning("MLflow may still show what is now %s as running: %s", aside, missing)
         check_original(store, directory)
         yield
 

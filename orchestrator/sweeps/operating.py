@@ -1,22 +1,21 @@
-"""Operating points of a sweep's models: a table of its MLflow run, and points of its frontier."""
+"""Operating points of a sweep's models: measurements of the sweep, and points of its frontier."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef, load_checkpoint
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, is_complete
 from orchestrator.sweeps.sweep import settings
-from orchestrator.tracking.find import RunInfo
-from orchestrator.training.sweep_directory import OPERATING
+from orchestrator.training.measurements import measurements, rows_of
+from orchestrator.training.run_directory import read_json
 
-# The sweep's MLflow run has `OPERATING` as an artifact, and this tag says how many rows it has.
-TAG = "operating_points"
+OPERATING = "operating_points.json"  # a table of a measurement; in sweeps of 0.3 and before a file
 AS_TRAINED = "as trained"
 TIME = "perf/ms_per_image"
 QUARTILES = (f"{TIME}_q25", f"{TIME}_q75")
@@ -35,12 +34,12 @@ def table_of(rows: Sequence[PointRow]) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in columns}
 
 
-def read_operating(sweep: RunInfo) -> list[PointRow]:
-    """The rows that `jobs/evaluate.py --grid` wrote for the sweep; empty if it never ran on it."""
-    if TAG not in sweep.tags:
-        return []
-    table = json.loads(sweep.read_text(OPERATING))
-    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+def operating_rows(directory: str) -> Sequence[PointRow]:
+    """Returns the rows that `jobs/evaluate.py --grid` measured last for the sweep in a directory; empty if it
+    never ran on it. Times of different measurements do not compare.
+    """
+    tables = [each.tables[OPERATING] for each in measurements(directory) if OPERATING in each.tables]
+    return rows_of(tables[-1]) if tables else read_json(storage.join(directory, OPERATING)) or []
 
 
 def with_operating(frontier: Frontier, rows: Sequence[PointRow]) -> Frontier:

@@ -1,25 +1,27 @@
-"""Files that a sweep writes beside its runs: page, pictures, table, and a summary for MLflow."""
+"""Files that a sweep writes beside its runs: page, pictures, and a summary for trackers."""
 
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from orchestrator import storage
+from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import UNDECIDED, Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.points import IN_BITS, Point, as_shown, is_complete
 from orchestrator.sweeps.build import TrialRecord, say_raised, sweep_frontier
-from orchestrator.sweeps.operating import PICTURES, TAG, table_of
-from orchestrator.tracking.find import table
+from orchestrator.sweeps.operating import PICTURES
+from orchestrator.tracking.base import update_now
 from orchestrator.tracking.registry import BEST, CONFIRMED, FAST, KNEE
 from orchestrator.tracking.store import Tracking
 from orchestrator.tracking.sync import Sync
 from orchestrator.training.lock import InUse, locked
-from orchestrator.training.run_directory import LOCK
-from orchestrator.training.sweep_directory import OPERATING, SweepDir, SweepRecord
+from orchestrator.training.measurements import table
+from orchestrator.training.run_directory import LOCK, kind_of
+from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +69,6 @@ def publish(directory: str) -> Frontier:
         "hypervolume.reference": f"{frontier.cost_name}={frontier.bound[0]:g}, "
         f"{frontier.quality_name}={frontier.bound[1]:g}"
     }
-    if rows := own.operating():
-        tags[TAG] = str(len(rows))
-        tables[OPERATING] = table(table_of(rows))
     summary = {
         "time_s": time.time(),
         "note": _note(frontier, sweep),
@@ -84,18 +83,35 @@ def publish(directory: str) -> Frontier:
     return frontier
 
 
-def publish_and_send(directory: str, open_store: Callable[[], Tracking]) -> tuple[Frontier, bool]:
-    """Publishes a sweep and sends MLflow what it lacks; returns the frontier and True. While a command trains
-    there, which does both at its end, only returns the frontier so far and False.
+def publish_and_send(directory: str, open_store: Callable[[], Tracking]) -> tuple[Frontier, str | None]:
+    """Publishes a sweep and sends MLflow what it lacks; returns the frontier and what MLflow did not take,
+    empty if it has all. While a command trains there, which does both at its end, returns the frontier so far
+    and None.
     """
     wait_for_report(directory)
     try:
         with locked(storage.join(directory, REPORT)), locked(directory):
             frontier = publish(directory)
-            Sync(open_store(), directory).update()
+            try:
+                return frontier, update_now(Sync(open_store(), directory))
+            except UsageError as error:  # no server answers
+                return frontier, str(error)
     except InUse:
-        return sweep_frontier(directory, live=True)[0], False
-    return frontier, True
+        return sweep_frontier(directory, live=True)[0], None
+
+
+def send(directory: str, store: Tracking, *, only: Collection[str]) -> str:
+    """Sends MLflow what it lacks of a run, a sweep or the trials `only`; returns what it did not take, empty
+    if it has all.
+    """
+    sync = Sync(store, directory)
+    if not kind_of(directory):
+        return update_now(sync)
+    try:
+        with locked(storage.join(directory, REPORT)), locked(directory):
+            return update_now(sync, only)
+    except InUse:
+        return update_now(sync, only, live=True)
 
 
 def wait_for_report(directory: str) -> None:

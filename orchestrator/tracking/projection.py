@@ -1,64 +1,77 @@
-"""Computes what MLflow shows of the directory of a run or a sweep."""
+"""Computes what trackers show of the directory of a run or a sweep."""
 
 import json
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Any, NamedTuple
 
-from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
-
+from orchestrator import storage
 from orchestrator.codec import flat
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.tracking.find import CONFIG, RunInfo
+from orchestrator.training.measurements import (
+    FOLDER,
+    Measurement,
+    measurement_ids,
+    measurements,
+    read_measurement,
+)
+from orchestrator.training.metrics_file import METRICS, SYSTEM, LineReader
 from orchestrator.training.run_directory import BAD_IMAGES, ERROR, PROFILE, Result, RunDir, RunRecord, Status
 from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 CONSTANT = ("cost/params", "cost/forward_gflops_2mac")  # constant metrics, which become params
 FINGERPRINT = "data/fingerprint"  # a metric that becomes a tag
-REMOVABLE = ("error", "diverged", "paused", "stopped", "pareto", "data_fingerprint")  # tags
 RUN_FILES = (BAD_IMAGES, PROFILE, ERROR)
-TAG_LENGTH = 5000  # that every MLflow store accepts
 
-MLflowStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
-# MLflow's word for the status of a run; the tags `diverged` and `stopped` tell the rest.
-STATUSES: dict[Status, MLflowStatus] = {
-    "running": "RUNNING",
-    "finished": "FINISHED",
-    "diverged": "FAILED",
-    "failed": "FAILED",
-    "stopped": "KILLED",
-    "interrupted": "KILLED",
-}
+class Scalar(NamedTuple):
+    """A number of a run: `at` is images seen, or for the load of the machine and results seconds."""
+
+    name: str
+    value: float
+    at: int
+    time_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """The contents of a directory's MLflow run, apart from the reports.
+    """The contents of a directory, apart from the reports.
 
     Attributes:
+        key: names this start of the run or the sweep.
+        parent: the key of the trial's sweep; else empty.
         metrics: results, at the time `ended_s`.
-        dataset: path and digest.
-        files: names of artifacts, below the directory.
-        tables: artifacts in the format of MLflow's tables: name -> columns and rows.
+        note: a description in markdown.
+        dataset: path and digest; None: there is none.
+        files: names of files that belong to the run, below the directory; some may be missing.
+        tables: names of JSON files -> ``columns`` and ``data``, a list of rows.
+        measured: the ids of measurements.
     """
 
     directory: str
     key: str
     name: str
+    parent: str = ""
     began_s: float
-    status: MLflowStatus
+    status: Status
     ended_s: float
     tags: Mapping[str, str]
     params: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    dataset: tuple[str, str]
+    note: str = ""
+    dataset: tuple[str, str] | None = None
     files: tuple[str, ...] = ()
     tables: Mapping[str, Any] = field(default_factory=dict)
     result: Result | None = None
     pauses: tuple[Result, ...] = ()
+    measured: tuple[str, ...] = ()
+
+    def measurement(self, name: str) -> Measurement | None:
+        return read_measurement(self.directory, name)
 
 
 class Unreadable(UsageError):
@@ -67,7 +80,7 @@ class Unreadable(UsageError):
 
 @contextmanager
 def reading(location: str) -> Iterator[None]:
-    """Raises Unreadable for any error, which then is not one of MLflow."""
+    """Raises Unreadable for any error, which then is not one of the tracker."""
     try:
         yield
     except UsageError as error:
@@ -76,15 +89,85 @@ def reading(location: str) -> Iterator[None]:
         raise Unreadable(f"{location} cannot be read: {reason_of(error)}") from error
 
 
-def status_of(run: RunInfo) -> Status:
-    """Returns the status of a run from MLflow, as `project_run` has written it."""
-    if "diverged" in run.tags:
-        return "diverged"
-    if "stopped" in run.tags:
-        return "stopped"
-    # The others are the last of their word.
-    last: dict[str, Status] = {theirs: status for status, theirs in STATUSES.items()}
-    return last[run.status]
+class ScalarReader:
+    """Reads the numbers of a run as they are reported, each once."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._reports, self._load = LineReader(directory, METRICS), LineReader(directory, SYSTEM)
+
+    def new(self, of: Projection, last: Mapping[str, int]) -> list[Scalar]:
+        """Returns what the run has reported since the last call, by name in the order of images.
+
+        What is not finite, and what is not beyond `last`, the newest place of each name that the tracker has,
+        is left out: a run that resumes repeats its numbers.
+
+        Raises:
+            Unreadable: for reports that cannot be read.
+        """
+        known, found = dict(last), list[Scalar]()
+
+        def add(values: Mapping[str, float], *, at: int, time_s: float) -> None:
+            for name, value in values.items():
+                if math.isfinite(value) and known.get(name, -1) < at:
+                    found.append(Scalar(name, float(value), at, time_s))
+                    known[name] = at
+
+        with reading(storage.join(self._directory, f"{METRICS}.jsonl")):
+            rows = [row for row in self._reports.new() if "metrics" in row]
+            load = self._load.new()
+        for pause in of.pauses:  # an undisturbed run has no such report, so none of its rows says this
+            images = pause.step * int(of.params["data.batch_size"])
+            rows.append({"images": images, "time_s": pause.time_s, "metrics": pause.metrics})
+        for row in sorted(rows, key=itemgetter("images")):
+            charted = {n: v for n, v in row["metrics"].items() if n not in (*CONSTANT, FINGERPRINT)}
+            add(charted, at=row["images"], time_s=row["time_s"])
+        for row in load:
+            add(row["metrics"], at=int(row["time_s"] - of.began_s), time_s=row["time_s"])
+        add(of.metrics, at=int(of.ended_s), time_s=of.ended_s)
+        return found
+
+
+def measured_scalars(of: Measurement) -> list[Scalar]:
+    """Returns the finite figures of a measurement. The time of day is their place, so that a later
+    measurement follows an earlier one.
+    """
+    return [
+        Scalar(name, value, int(of.time_s), of.time_s)
+        for name, value in of.metrics.items()
+        if math.isfinite(value)
+    ]
+
+
+def project_trials(
+    directory: str, sweep: SweepRecord, *, live: bool, wanted: Callable[[str, bool], bool]
+) -> Iterator[Projection | Unreadable]:
+    """Yields the trials of a sweep that have begun, or why one cannot be read. `wanted` is asked before a
+    trial is read, with its directory and whether it is a member of the frontier.
+    """
+    members = set(SweepDir(directory).summary().get("pareto", ()))
+    folders = {labels["directory"].rpartition("/")[0] for labels in sweep.trials.values()}
+    begun = {(f, name) for f in folders for name in storage.names(storage.join(directory, f))}
+    for name, labels in sweep.trials.items():
+        trial = SweepDir(directory).trial(labels)
+        if labels["directory"].rpartition("/")[::2] not in begun or not wanted(trial.path, name in members):
+            continue
+        tags = {k: v for k, v in labels.items() if k != "directory"} | {"trial": name}
+        try:
+            with reading(trial.path):
+                if (record := trial.record()) is None:
+                    continue
+                yield project_run(
+                    trial.path,
+                    record,
+                    labels={**tags, "pareto": "true"} if name in members else tags,
+                    live=live,
+                    over=sweep.is_over,
+                    quality=sweep.quality,
+                    parent=sweep.key,
+                )
+        except Unreadable as error:
+            yield Unreadable(f"trial {name}: {error}")
 
 
 def project_run(
@@ -95,11 +178,12 @@ def project_run(
     live: bool,
     over: bool = True,
     quality: str = "",
+    parent: str = "",
 ) -> Projection:
     """`live`, `over`, `quality`: as of `RunDir.state`."""
     state = RunDir(directory).state(live=live, over=over, quality=quality)
     result = state.result
-    tags = {**labels, "directory": directory}
+    tags = {**record.labels, **labels, "directory": directory}
     params = {name: str(value) for name, value in flat(record.config).items()}
     if result is not None:
         params |= {name: f"{result.metrics[name]:.10g}" for name in CONSTANT if name in result.metrics}
@@ -113,15 +197,13 @@ def project_run(
         tags["stopped" if state.status == "stopped" else "paused"] = str(state.pauses[-1].step)
     if state.status == "failed":
         tags["error"] = state.reason
-    text = json.dumps(record.config, separators=(",", ":"))
-    parts = [text[i : i + TAG_LENGTH] for i in range(0, len(text), TAG_LENGTH)]
-    tags |= {f"{CONFIG}.{i}" if i else CONFIG: part for i, part in enumerate(parts)}
     return Projection(
         directory=directory,
         key=record.key,
         name=str(record.config["name"]).rsplit("/", 1)[-1],
+        parent=parent,
         began_s=record.began_s,
-        status=STATUSES[state.status],
+        status=state.status,
         ended_s=result.time_s if result else time.time(),
         tags=tags,
         params=params,
@@ -129,12 +211,13 @@ def project_run(
         files=RUN_FILES,
         result=result,
         pauses=tuple(state.pauses),
+        measured=tuple(measurement_ids(directory)),
     )
 
 
 def project_sweep(directory: str, record: SweepRecord, *, live: bool) -> Projection:
     summary = SweepDir(directory).summary()
-    ends: dict[str, MLflowStatus] = {"finished": "FINISHED", "failed": "FAILED"}
+    ends: dict[str, Status] = {"finished": "finished", "failed": "failed"}
     tags = {
         **record.labels,
         "role": "sweep",
@@ -148,19 +231,45 @@ def project_sweep(directory: str, record: SweepRecord, *, live: bool) -> Project
         **({"baselines": json.dumps(record.baselines)} if record.baselines else {}),
         **summary.get("tags", {}),
     }
-    if note := summary.get("note"):
-        tags[MLFLOW_RUN_NOTE] = note
     return Projection(
         directory=directory,
         key=record.key,
         # The name is that of the directory, also after --fresh has moved it aside.
         name="/".join(directory.split("/")[-1 - record.name.count("/") :]),
         began_s=record.began_s,
-        status="RUNNING" if live else ends.get(record.status, "KILLED"),
+        status="running" if live else ends.get(record.status, "interrupted"),
         ended_s=summary.get("time_s", time.time()),
         tags=tags,
         metrics=summary.get("metrics", {}),
+        note=summary.get("note", ""),
         dataset=(str(record.base["data"]["path"]), record.data_digest),
         files=tuple(summary.get("files", ())),
         tables=summary.get("tables", {}),
+        measured=tuple(measurement_ids(directory)),
     )
+
+
+def project_study(directory: str) -> Projection | None:
+    """Returns what trackers show of a folder that holds measurements alone, as a study's; None if it does
+    not.
+    """
+    if not (found := measurements(directory)):
+        return None
+    first = found[0]
+    return Projection(
+        directory=directory,
+        key=first.id,
+        name=directory.rpartition("/")[2],
+        began_s=first.time_s,
+        status="finished",
+        ended_s=found[-1].time_s,
+        tags={**first.by, "directory": directory},
+        measured=tuple(each.id for each in found),
+    )
+
+
+def artifacts(of: Measurement, directory: str) -> dict[str, bytes]:
+    """Returns the files and the tables of a measurement by name."""
+    folder = storage.join(directory, FOLDER, of.id)
+    contents = {name: json.dumps(table).encode() for name, table in of.tables.items()}
+    return contents | {name: storage.read_bytes(storage.join(folder, name)) for name in of.files}

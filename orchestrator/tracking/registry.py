@@ -18,9 +18,8 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 from moe.config import did_you_mean
 from orchestrator.checkpoint.models import read_model
-from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.tracking.find import KEY, SWEEP_KEY, find_by_tag, find_run, mlflow_errors
+from orchestrator.tracking.find import KEY, SWEEP_KEY, find_by_tag, mlflow_errors
 from orchestrator.tracking.pyfunc import is_servable, is_small, write_pyfunc
 from orchestrator.tracking.store import Tracking, open_reader, redact_uri
 
@@ -231,9 +230,9 @@ def _source(
     return None if ours else "somebody else"
 
 
-def checkpoint_of(uri: str, tracking_uri: str) -> tuple[str, RunConfig, str]:
-    """Returns the checkpoint of ``models:/<name>@<alias>`` or ``models:/<name>/<version>``: its location, its
-    config, and the digest that its weights had when they were registered.
+def checkpoint_of(uri: str, tracking_uri: str) -> tuple[str, str]:
+    """Returns the checkpoint of ``models:/<name>@<alias>`` or ``models:/<name>/<version>``: its location, and
+    the digest that its weights had when they were registered.
 
     Raises UsageError if there is no such model.
     """
@@ -246,10 +245,19 @@ def checkpoint_of(uri: str, tracking_uri: str) -> tuple[str, RunConfig, str]:
             version = client.get_model_version(*name.split("/", 1))
         else:
             raise UsageError(f"{uri} names no version: write models:/{name}@ALIAS or models:/{name}/VERSION")
-        run = find_run(tracking, str(version.run_id)).config()
-        return version.tags[CHECKPOINT], run, version.tags[WEIGHTS]
+        return version.tags[CHECKPOINT], version.tags[WEIGHTS]
     except (MlflowException, KeyError) as error:
         models = client.search_registered_models(max_results=20)
         known = [f"models:/{model.name}@{alias}" for model in models for alias in model.aliases]
         there = f"no model {uri} at {redact_uri(tracking.uri)}, which has {', '.join(known) or 'none'}"
         raise UsageError(f"{there}: {error}{did_you_mean(uri, known, str)}") from None
+
+
+def directory_of(run_id: str, tracking_uri: str) -> str:
+    """Returns the directory of a run in MLflow. Raises UsageError if there is no such run of ours."""
+    tracking = open_reader(tracking_uri)
+    with mlflow_errors(tracking):
+        run = tracking.client.get_run(run_id)
+    if KEY not in run.data.tags:
+        raise UsageError(f"run {run_id} at {redact_uri(tracking.uri)} is not one of this project")
+    return run.data.tags["directory"]

@@ -1,14 +1,12 @@
 """The connection to an MLflow store, opened once, by the driver: processes that race for it break it."""
 
 import fcntl
-import http.client
 import json
 import logging
 import os
+import re
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +23,13 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a bar 
 import sqlalchemy
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.store.db.db_types import DATABASE_ENGINES
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request
+from sqlalchemy.exc import ArgumentError
 
 from orchestrator import storage
-from orchestrator.errors import UsageError
+from orchestrator.errors import UsageError, reason_of
 from orchestrator.tasks import ClassificationConfig
 
 EXPERIMENT = "moe-frontier"
@@ -55,16 +57,26 @@ TAGS = {  # of the experiment; tried with MLflow 3.17
     ),
 }
 
+log = logging.getLogger(__name__)
 logging.getLogger("mlflow").setLevel(logging.WARNING)
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback per attempt
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """An MLflow store. `experiment_id` is empty if our experiment does not exist there."""
+    """An MLflow store.
+
+    Attributes:
+        experiment_id: empty if the experiment does not exist there.
+        experiment: its name.
+        has_models: whether the server knows logged models, without which no model is registered: MLflow 2 and
+            Azure ML do not.
+    """
 
     uri: str
     experiment_id: str
+    experiment: str = EXPERIMENT
+    has_models: bool = True
 
     @property
     def client(self) -> MlflowClient:
@@ -78,51 +90,103 @@ class Tracking:
 
 
 def store_uri(root: str, uri: str | None = None) -> str:
-    """`uri`, or MLFLOW_TRACKING_URI, or a database below the storage `root`.
+    """`uri`, or MLFLOW_TRACKING_URI, or a database below the storage `root`. A relative path to a database is
+    made absolute.
 
     Raises:
-        UsageError: if none is given and the storage cannot hold a database.
+        UsageError: if none is given and the storage cannot hold a database; or for a database in Ray's copy
+            of the code, which is deleted with the job.
     """
     if found := uri or os.environ.get("MLFLOW_TRACKING_URI"):
-        return found
+        return _absolute(found)
     if not storage.is_local(root):
         raise UsageError(f"`storage` {root} holds no MLflow store: name one with `tracking_uri`")
     return database_uri(f"{root}/mlflow.db")
 
 
-def open_tracking(uri: str, *, artifacts: str) -> Tracking:
-    """Opens a store, and creates its tables and our experiment if they are missing.
+def _absolute(uri: str) -> str:
+    if not uri.startswith("sqlite:"):
+        return uri
+    try:
+        path = sqlalchemy.make_url(uri).database
+    except ArgumentError:
+        return uri  # it is refused when it is opened
+    if not path or path == ":memory:":
+        raise UsageError(f"the tracking URI {uri} is a database in memory: name a file, sqlite:////PATH")
+    found = os.path.abspath(path)
+    if "working_dir_files" in found.split("/"):
+        raise UsageError(
+            f"the tracking URI {uri} means {found}, which is deleted with the submitted job: name an absolute"
+            " path, as sqlite:////PATH"
+        )
+    return uri if found == path else database_uri(found)
 
-    `artifacts`: the location of artifacts if the store is a local database.
+
+def open_tracking(uri: str, *, artifacts: str, experiment: str | None = None) -> Tracking:
+    """Opens a store, and creates its tables and the experiment if they are missing.
+
+    Args:
+        artifacts: the location of artifacts if the store is a local database.
+        experiment: a name; by default MLFLOW_EXPERIMENT_NAME, else ours.
 
     Raises:
         UsageError: if MLflow refuses the URI, or no server answers there.
     """
+    experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     with _opening(uri, create=True), _creating_alone(uri):
         client = _client_of(uri)
-        known = client.get_experiment_by_name(EXPERIMENT)
+        known = client.get_experiment_by_name(experiment)
         if known and known.lifecycle_stage != "active":
             raise UsageError(
-                f"experiment {EXPERIMENT} at {redact_uri(uri)} is deleted:"
+                f"experiment {experiment} at {redact_uri(uri)} is deleted:"
                 f" mlflow experiments restore -x {known.experiment_id}"
             )
         location = artifacts if uri.startswith("sqlite:") else None
-        found = known.experiment_id if known else client.create_experiment(EXPERIMENT, location)
+        found = known.experiment_id if known else client.create_experiment(experiment, location)
         missing = {name: value for name, value in TAGS.items() if not known or name not in known.tags}
         for name, value in missing.items():
             client.set_experiment_tag(found, name, value)
-        if not missing and uri.startswith(
-            "http"
-        ):  # changes nothing, but fails now for a user who may only read
-            client.rename_experiment(found, EXPERIMENT)
-    return Tracking(uri, found)
+        if not missing and uri.startswith("http"):
+            # This changes nothing, but fails now for a user who may only read.
+            client.rename_experiment(found, experiment)
+        return Tracking(uri, found, experiment, _has_models(client, uri, found))
 
 
 def open_reader(uri: str) -> Tracking:
     """Opens an existing store. Raises UsageError as `open_tracking`, and if there is no store."""
+    experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     with _opening(uri, create=False):
-        known = _client_of(uri).get_experiment_by_name(EXPERIMENT)
-    return Tracking(uri, known.experiment_id if known else "")
+        known = _client_of(uri).get_experiment_by_name(experiment)
+    return Tracking(uri, known.experiment_id if known else "", experiment)
+
+
+def _has_models(client: MlflowClient, uri: str, experiment_id: str) -> bool:
+    """Asks a server, once, for its logged models, and warns if it does not know them."""
+    if not uri.startswith(("http://", "https://", "azureml", "databricks")):
+        return True
+    try:
+        client.search_logged_models([experiment_id], max_results=1)
+    except MlflowException as error:
+        if error.error_code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+            raise
+        version = _version(uri)
+        log.warning(
+            "MLflow at %s%s has no logged models, which MLflow 3 has: figures and files of all runs are sent"
+            " there, but no model is registered",
+            redact_uri(uri),
+            f" ({version})" if version else "",
+        )
+        return False
+    return True
+
+
+def _version(uri: str) -> str:
+    """Returns the version of a server; empty if it does not tell."""
+    try:
+        answer = http_request(get_default_host_creds(uri), "/version", "GET", max_retries=0, timeout=ANSWER_S)
+    except Exception:  # of any type; the version is only shown
+        return ""
+    return answer.text.strip() if answer is not None and answer.ok else ""
 
 
 def database_uri(path: str) -> str:
@@ -174,8 +238,10 @@ def _opening(uri: str, *, create: bool) -> Iterator[None]:
     try:
         if uri.startswith(("http://", "https://")):
             _check_server(uri)
-        elif "://" in uri and not uri.startswith("file:"):  # MLflow itself reports errors of file URIs well
+        elif _scheme(uri) in DATABASE_ENGINES:
             _check_database(uri, create=create)
+        elif re.match(r"[\w.-]+:\d+(/|$)", uri):
+            raise UsageError(f"the tracking URI {uri} has no scheme: write http://{uri}, or https://")
         yield
     except UsageError:
         raise
@@ -206,11 +272,23 @@ def _check_server(uri: str) -> None:
             " MLFLOW_TRACKING_PASSWORD instead"
         )
     try:
-        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=ANSWER_S)
-    except urllib.error.HTTPError:
-        return  # a server answers; MLflow reports what is wrong
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UsageError(f"no MLflow server answers at {redact_uri(uri)}: {error}") from None
+        http_request(
+            get_default_host_creds(uri),
+            "/health",
+            "GET",
+            max_retries=0,
+            timeout=ANSWER_S,
+            raise_on_status=False,
+        )
+    except (MlflowException, OSError, ValueError) as error:
+        reason = error.__cause__ or error.__context__ or error
+        raise UsageError(f"no MLflow server answers at {redact_uri(uri)}: {reason_of(reason)}") from None
+
+
+def _scheme(uri: str) -> str:
+    """Returns the scheme of a URI without a driver, as in postgresql+psycopg2://; empty if it has none."""
+    scheme, separator, _ = uri.partition("://")
+    return scheme.partition("+")[0] if separator else ""
 
 
 def _check_database(uri: str, *, create: bool) -> None:

@@ -2,17 +2,17 @@
 
 SWEEP/sweep.json          objectives, seeds, reference point, trials
 SWEEP/summary.json        its frontier: note, metrics, tags, members, aliases, tables
-SWEEP/operating_points.json   what its models reach at other settings of their routers
 SWEEP/spent.json          what its budget has paid
+SWEEP/measurements/       what its models reach at other settings of their routers
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from orchestrator.training.run_directory import SWEEP, Directory, RunDir, read_json, write_json
 
-SUMMARY, OPERATING = "summary.json", "operating_points.json"
+SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +94,17 @@ class SweepDir(Directory):
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_json(self.file(SUMMARY), summary)
 
-    def operating(self) -> list[dict[str, Any]]:
-        """Returns the measured operating points of its models."""
-        return read_json(self.file(OPERATING)) or []
-
-    def write_operating(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        write_json(self.file(OPERATING), rows)
-
     @property
     def spent(self) -> str:
         return self.file("spent.json")
+
+
+def owner_of(directory: str) -> str:
+    """Returns the directory that trackers follow: that of the sweep for a trial, else `directory` itself."""
+    above = directory
+    for _ in range(2):
+        above = above.rpartition("/")[0]
+        if (sweep := SweepDir(above).record()) is not None:
+            within = directory[len(above) + 1 :]
+            return above if any(t["directory"] == within for t in sweep.trials.values()) else directory
+    return directory

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from jobs import _grid, evaluate
+from jobs.report import main as report_again
 from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
 from orchestrator.checkpoint.models import read_model
@@ -20,8 +21,9 @@ from orchestrator.data.batch import normalize
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.evaluation.evaluate import EvalTask, images_of
-from orchestrator.tracking.find import RunInfo, children, find_sweep
 from orchestrator.tracking.store import open_reader
+from orchestrator.training.measurements import measurements
+from tests.mlflow_reader import RunInfo, children, find_sweep
 
 Call = Callable[..., tuple[str, str]]
 
@@ -40,7 +42,7 @@ def test_as_trained_it_is_what_training_said(home: Path, call: Call, tmp_path: P
     assert [report["model"] for report in reports] == ["dense", "token", "soft"]
     for report in reports:
         run = trial(home, report["model"])
-        assert report["run_id"] == run.run_id
+        assert report["run"] == run.tags["directory"]
         assert report["metrics"]["acc1"] == run.metrics["val/acc1"]
         assert report["metrics"]["loss"] == pytest.approx(run.metrics["val/loss"], rel=1e-5)
         assert run.metrics["eval/shards/val/step-20/as_trained/acc1"] == run.metrics["val/acc1"]
@@ -159,22 +161,39 @@ def test_random_subsets_stand_beside_the_models_own(home: Path, call: Call, tmp_
 def test_a_second_look_is_recorded_too(home: Path, call: Call, monkeypatch: pytest.MonkeyPatch):
     """Its place is the time of day, which goes on."""
     for now in (2_000_000_000, 2_000_000_060):
-        monkeypatch.setattr("orchestrator.tracking.find.time.time", lambda now=now: now)
+        monkeypatch.setattr("orchestrator.training.measurements.time.time", lambda now=now: now)
         assert call(evaluate.main, "tiny/trials/dense", "--repeats", "1")[0] == ""
     history = trial(home, "dense").history("eval/shards/val/step-20/as_trained/ms_per_image")
     assert [place for place, _ in history][-2:] == [2_000_000_000, 2_000_000_060]
 
 
-def test_a_model_that_mlflow_does_not_know(home: Path, call: Call, tmp_path: Path):
-    shutil.copy(home / "soft.safetensors", tmp_path / "soft.safetensors")
-    uri = f"sqlite:///{tmp_path}/other.db"
-    stopped, printed = call(
-        evaluate.main, str(tmp_path / "soft.safetensors"), "--repeats", "1", "--tracking-uri", uri
-    )
+def test_mlflow_is_away(home: Path, call: Call):
+    """Figures are printed and recorded all the same; they arrive when it is back."""
+    away = ("--tracking-uri", "http://127.0.0.1:9")
+    before = len(measurements(f"{home}/tiny/trials/soft"))
+    stopped, printed = call(evaluate.main, "tiny/trials/soft", "--repeats", "1", *away)
     assert stopped == ""
+    assert "not in MLflow yet: no MLflow server answers at http://127.0.0.1:9" in printed
+    found = measurements(f"{home}/tiny/trials/soft")
+    assert len(found) == before + 1
     assert (
-        "not recorded, because MLflow does not know the runs that trained them: tiny/trials/soft" in printed
+        found[-1].metrics["eval/shards/val/step-20/as_trained/acc1"]
+        == trial(home, "soft").metrics["val/acc1"]
     )
+    assert found[-1].by["mlflow.source.name"].endswith("--tracking-uri http://127.0.0.1:9")
+    assert call(report_again, "--name", "tiny")[0] == ""
+    (name,) = (tag for tag in trial(home, "soft").tags if tag.endswith(found[-1].id))
+    assert name.startswith("moe_frontier.measured.")
+
+
+def test_a_model_whose_run_is_not_there(home: Path, call: Call):
+    (home / "tiny").rename(home / "gone")
+    try:
+        stopped, printed = call(evaluate.main, f"{home}/soft.safetensors", "--repeats", "1")
+    finally:
+        (home / "gone").rename(home / "tiny")
+    assert stopped == ""
+    assert "not recorded, because the run is not there: tiny/trials/soft" in printed
 
 
 @pytest.mark.parametrize(
@@ -218,8 +237,8 @@ def test_two_steps_of_a_run_have_a_key_each(home: Path, call: Call):
     assert "tiny/trials/token@10" in printed
 
 
-def test_names_of_data_that_mlflow_would_refuse(home: Path, call: Call, digits: str, tmp_path: Path):
-    shutil.copytree(digits, tmp_path / "my 'se:t'! %")
+def test_names_of_data_that_mlflow_would_refuse(home: Path, call: Call, few_digits: str, tmp_path: Path):
+    shutil.copytree(few_digits, tmp_path / "my 'se:t'! %")
     data = str(tmp_path / "my 'se:t'! %")
     stopped, printed = call(evaluate.main, "tiny/trials/soft", "--repeats", "1", "--data", data)
     assert stopped == ""

@@ -10,14 +10,16 @@ import pytest
 from mlflow import MlflowClient
 
 from jobs import _grid, evaluate
-from orchestrator.sweeps.build import mlflow_frontier
+from jobs._cli import Places
+from jobs._record import Record
+from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.sweeps.operating import COSTS, TIMING
 from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.tracking.find import children, find_sweep
 from orchestrator.tracking.store import open_reader
 from orchestrator.training.lock import locked
 from tests.made_directories import end_sweep, run_at
+from tests.mlflow_reader import children, find_sweep
 from tests.trained_sweep import train_sweep
 
 Call = Callable[..., tuple[str, str]]
@@ -43,7 +45,7 @@ def test_operating_points_of_a_sweep(home: Path, call: Call, tmp_path: Path):
     assert "gain in hypervolume by operating points, MoE models alone:" in printed
     assert before == {path: path.read_bytes() for path in home.glob("tiny/trials/*/checkpoints/*/weights*")}
 
-    frontier = mlflow_frontier(open_reader(f"sqlite:///{home}/mlflow.db"), "tiny")
+    frontier, *_ = sweep_frontier(f"{home}/tiny")
     assert len(frontier.operating) == 9
     assert all(point.arm.startswith("token: k=") for point in frontier.operating)
     known = {point.arm: point for point in frontier.operating}
@@ -57,7 +59,6 @@ def test_operating_points_of_a_sweep(home: Path, call: Call, tmp_path: Path):
     page = (home / "tiny/frontier.html").read_text()
     assert "Operating points</h2>" in page
     assert (home / "tiny/operating.png").stat().st_size > 10_000
-    assert sweep.tags["operating_points"] == "12"
     names = {item.path for item in MlflowClient(f"sqlite:///{home}/mlflow.db").list_artifacts(sweep.run_id)}
     assert {"operating_points.json", "operating.png"} <= names
 
@@ -107,10 +108,10 @@ def test_points_are_kept_while_a_command_trains(
         "repeats": 1,
     }
     task: Any = SimpleNamespace(model=SimpleNamespace(name="a", location="there"))
-    store: Any = None  # it is not written to
+    on: Any = SimpleNamespace(places=Places(storage=str(tmp_path)))
     rows = {"there": [row | {"run": "a", "point": point} for point in ("as trained", "k=1")]}
     with locked(folder):
-        frontier = _grid.draw_frontier(["sweep:s"], [task], rows, root=str(tmp_path), out=None, store=store)
+        frontier = _grid.draw_frontier(["sweep:s"], [task], rows, on, None, Record(on.places))
     assert [point.arm for point in frontier.operating] == ["a: k=1"]
     assert f"a command trains in {folder}" in capsys.readouterr().out
     assert [point.arm for point in publish(folder).operating] == ["a: k=1"]
@@ -125,6 +126,4 @@ def test_points_on_training_images_stay_off_the_sweeps_frontier(home: Path, call
     assert "The frontier of tiny stays as it is" in printed
     assert f"page     {home}/operating-points/frontier.html" in printed
     assert "soft: experts=2" in (home / "operating-points/frontier.html").read_text()
-    reader = open_reader(f"sqlite:///{home}/mlflow.db")
-    assert mlflow_frontier(reader, "tiny").operating == ()
-    assert "operating_points" not in find_sweep(reader, "tiny").tags
+    assert sweep_frontier(f"{home}/tiny")[0].operating == ()

@@ -8,7 +8,6 @@ import pytest
 from jobs._cli import check_file, check_out
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.driver import open_store
-from orchestrator.tracking.find import create_run
 
 
 @pytest.mark.parametrize(
@@ -56,6 +55,7 @@ def test_a_storage_whose_name_differs_in_a_uri(name: str, tmp_path: Path, empty_
     with pytest.raises(UsageError, match="rename the folder, or name another store with `tracking_uri`"):
         open_store(root)
     store = open_store(root, empty_store(tmp_path / "database"))
-    create_run(store, "any", {}).write_text("page.html", "<p>")
+    run = store.client.create_run(store.experiment_id)
+    store.client.log_text(run.info.run_id, "<p>", "page.html")
     assert list(Path(root, "mlartifacts").rglob("page.html"))
     assert {path.name for path in tmp_path.iterdir()} == {name, "database"}

@@ -1,6 +1,5 @@
 """`jobs/report.py` as a user runs it, on a sweep that is trained."""
 
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs import report
+from jobs._cli import UNSENT
 from orchestrator.sweeps import driver
 from orchestrator.sweeps.publish import FILES, REPORT
 from orchestrator.training.lock import InUse, locked
@@ -67,21 +67,21 @@ def test_a_command_that_trains_waits_for_a_report(home: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_page_of_a_sweep_whose_directory_is_away(
-    home: Path, call: Call, tmp_path: Path, monkeypatch
-) -> None:
-    """MLflow alone has it."""
+def test_a_page_elsewhere(home: Path, call: Call, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    store = open_store(home)
-    flags = ("--name", "tiny", "--storage", f"{tmp_path}/elsewhere", "--tracking-uri", store.uri)
-    stopped, printed = call(report.main, *flags, "--out", "page")
+    stopped, printed = call(report.main, "--name", "tiny", "--out", "page")
     assert stopped == ""
     assert "3 points of tiny" in printed
     assert sorted(path.name for path in (tmp_path / "page").iterdir()) == sorted(FILES)
-    shutil.rmtree(tmp_path / "page")
-    assert call(report.main, *flags[2:], "--name", "nosuch")[0].startswith(
-        "error: no sweep 'nosuch' at sqlite:"
-    )
+    assert call(report.main, "--name", "nosuch")[0] == f"error: no sweep in {home}/nosuch"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_what_mlflow_does_not_take_is_a_line(home: Path, call: Call) -> None:
+    stopped, printed = call(report.main, "--name", "tiny", "--tracking-uri", "http://127.0.0.1:9")
+    assert stopped == str(UNSENT)
+    assert "no MLflow server answers at http://127.0.0.1:9" in printed
+    assert "3 points of tiny" in printed
 
 
 def test_mistakes_are_one_line(home: Path, call: Call) -> None:

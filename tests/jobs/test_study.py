@@ -9,10 +9,10 @@ import pytest
 from mlflow import MlflowClient
 
 from jobs import study
-from orchestrator.tracking.find import find_run
 from orchestrator.tracking.store import open_reader
 from papers import STUDIES
 from papers.implicit_bias.specialisation import STOP_AT
+from tests.mlflow_reader import find_run
 
 Call = Callable[..., tuple[str, str]]
 
@@ -30,9 +30,7 @@ def test_a_study_prints_its_table_and_leaves_it_in_mlflow(call, tmp_path):
     assert error == ""
     assert "5 tokens of 2, n=1: " in out
     assert "MSE, 2 tokens of 5" in out
-    assert out.index("hidden units each") < out.index(
-        f"{tmp_path}/out/l2norm.png and .json; MLflow run l2norm-"
-    )
+    assert out.index("hidden units each") < out.index(f"{tmp_path}/out/l2norm.png and .json")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["l2norm.json", "l2norm.png"]
     written = json.loads((tmp_path / "out" / "l2norm.json").read_text())["table"]
     assert written["experts"] == list(range(1, 11))

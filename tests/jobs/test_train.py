@@ -13,9 +13,9 @@ from jobs import pareto_sweep, train
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.tracking.find import find_run
 from orchestrator.tracking.store import EXPERIMENT, open_reader
 from tests.made_directories import begin_sweep
+from tests.mlflow_reader import find_run
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--set", "train.steps=4", "--set", "train.report_every=2"]

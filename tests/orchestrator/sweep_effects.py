@@ -88,18 +88,18 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
     def drawn(directory: str) -> Frontier:
         return sweep_frontier(directory)[0]
 
-    watch = _Watch()
+    watch, followed = _Watch(), list[Any]()
     store: Any = SimpleNamespace()
     patches: list[Any] = [
         patch.object(driver, "preflight", lambda *_, **given: asked.update(retrain=given["retrain"]) or []),
         patch.object(driver, "SAMPLED", 4),
         patch.object(driver, "publish", drawn),
-        patch.object(driver, "BackgroundSync", lambda *_: nullcontext()),
+        patch.object(driver, "following", lambda followers, *_: followed.extend(followers) or nullcontext()),
         patch.object(driver, "SystemMetrics", lambda *_: nullcontext()),
         patch.object(driver, "check_original", lambda *_: None),
         patch.object(driver, "check_resources", lambda *_: None),
         patch.object(driver, "linear_baseline", lambda run: {}),
-        patch.object(driver, "Sync", lambda *_: SimpleNamespace(update=lambda: None)),
+        patch.object(driver, "Sync", lambda *_: SimpleNamespace(where="MLflow", update=lambda **_: [])),
         patch.object(driver, "fit", lambda *_: "it ended"),
         patch.object(sweep_run, "most_resources", lambda: {"CPU": 4.0}),
         patch.object(sweep_run, "run_jobs", run_jobs),
@@ -120,6 +120,7 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
         "labels": record["labels"],
         "aside": len(found) - len(was),
         "said": watch.lines,
+        "followed": [follower.where for follower in followed],
         "drawn": [record["arms"][name] for name in record["drawn"]],
     }
 

@@ -22,6 +22,7 @@ from orchestrator.sweeps.driver import SweepOptions
 from orchestrator.sweeps.search import SearchOptions
 from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trunk
+from orchestrator.tracking.tensorboard import TensorBoardConfig
 from tests.orchestrator.effects import RUN, data_set, observed
 from tests.orchestrator.file_cases import in_files
 from tests.orchestrator.option_cases import ALL, LAYERS, MODELS, SMALL, TRAINING, Case, Place, below
@@ -240,6 +241,7 @@ def sweep_cases(root: Path) -> dict[Field, list[tuple[str, Pair, Pair]]]:
     of_options("retrain", "swept:said swept:retrain", 1)
     of_options("flops_per_s", "swept:events", None, paid)
     of_options("labels", "swept:labels", {"team": "a"})
+    of_options("trackers", "swept:followed", (TensorBoardConfig(),))
     for cls, name, value, was in (
         ("Trunk", "at", (2, 8), trunk),
         ("Trunk", "cooldown", 1, trunk),

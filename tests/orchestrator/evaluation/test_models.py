@@ -20,10 +20,10 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import find_models, load_model
 from orchestrator.evaluation.soup import write_soup
 from orchestrator.sweeps.build import sweep_frontier
-from orchestrator.tracking.find import find_sweep, newest_of
 from orchestrator.tracking.registry import register
 from orchestrator.tracking.store import Tracking
 from orchestrator.training.run_directory import RunDir
+from tests.mlflow_reader import find_sweep, newest_of
 from tests.trained_sweep import open_store
 
 
@@ -33,7 +33,7 @@ def store(trained_home: Path) -> Tracking:
 
 
 def found(reference: str, home: Path, store: Tracking) -> ModelRef:
-    (model,) = find_models(reference, root=str(home), tracking=store)
+    (model,) = find_models(reference, root=str(home), tracking_uri=store.uri)
     return model
 
 
@@ -43,12 +43,14 @@ def test_one_model_by_five_names(trained_home: Path, store: Tracking):
     by_name = found("tiny/trials/soft", trained_home, store)
     assert by_name.step == 20
     assert by_name.location == f"{folder}/step-00000020"
-    assert by_name.run_id
-    for reference in (folder, f"{folder}/step-00000020", f"runs:/{by_name.run_id}"):
+    assert by_name.directory == f"{trained_home}/tiny/trials/soft"
+    run = newest_of(store, by_name.directory)
+    assert run
+    for reference in (folder, f"{folder}/step-00000020", f"runs:/{run.run_id}"):
         same = found(reference, trained_home, store)
-        assert (same.location, same.step, same.run_id) == (by_name.location, 20, by_name.run_id)
+        assert (same.location, same.step, same.directory) == (by_name.location, 20, by_name.directory)
     exported = found(f"{trained_home}/soft.safetensors", trained_home, store)
-    assert (exported.step, exported.run_id) == (20, by_name.run_id)
+    assert (exported.step, exported.directory) == (20, by_name.directory)
     weights, of_export = by_name.load().state_dict(), exported.load().state_dict()
     assert all(torch.equal(weights[name], of_export[name]) for name in weights)
     earlier = found(f"{folder}/step-00000010", trained_home, store)
@@ -62,8 +64,8 @@ def test_one_model_by_five_names(trained_home: Path, store: Tracking):
 
 def test_a_run_that_was_moved_aside_keeps_its_weights(trained_home: Path, store: Tracking, tmp_path: Path):
     """Its tag says where it lies, whatever is at the place of its config now."""
-    dense = found("tiny/trials/dense", trained_home, store)
-    assert dense.run_id
+    dense = newest_of(store, f"{trained_home}/tiny/trials/dense")
+    assert dense
     moved = shutil.copytree(f"{trained_home}/tiny/trials/dense", tmp_path / "dense.old-1")
     was = store.client.get_run(dense.run_id).data.tags["directory"]
     store.client.set_tag(dense.run_id, "directory", str(moved))
@@ -74,9 +76,9 @@ def test_a_run_that_was_moved_aside_keeps_its_weights(trained_home: Path, store:
 
 
 def test_a_sweep_means_its_finished_trials(trained_home: Path, store: Tracking):
-    models = find_models("sweep:tiny", root=str(trained_home), tracking=store)
+    models = find_models("sweep:tiny", root=str(trained_home), tracking_uri=store.uri)
     assert [model.name for model in models] == ["dense", "token", "soft"]
-    assert all(model.run_id for model in models)
+    assert all(model.directory == f"{trained_home}/tiny/trials/{model.name}" for model in models)
 
 
 def test_a_soup_is_of_no_one_run(trained_home: Path, store: Tracking, tmp_path: Path):
@@ -86,7 +88,7 @@ def test_a_soup_is_of_no_one_run(trained_home: Path, store: Tracking, tmp_path: 
     out = tmp_path / "soft.safetensors"
     write_soup(models, str(out))
     soup = found(str(out), trained_home, store)
-    assert soup.run_id is None
+    assert soup.directory is None
     assert soup.name == "soft"
 
 
@@ -100,7 +102,7 @@ def test_a_sweep_has_names_for_its_frontier(trained_home: Path, store: Tracking)
         registered = found(f"models:/tiny@pareto-{alias}", trained_home, store)
         for reference in (f"tiny@{alias}", f"tiny@pareto-{alias}", f"{trained_home}/tiny@{alias}"):
             model = found(reference, trained_home, store)
-            assert (model.location, model.run_id) == (expected, registered.run_id)
+            assert (model.location, model.directory) == (expected, registered.directory)
             by_name = load_model(reference, root=str(trained_home), tracking_uri="sqlite:///nowhere.db")
             assert torch.equal(by_name.head.weight, weights)
     assert torch.equal(frontier["soft"].load().head.weight, load_trial(trained_home, "soft").head.weight)
@@ -219,13 +221,13 @@ def test_labels_must_mean_what_the_model_learned(
         ("models:/moe-frontier@slow", "no model models:/moe-frontier@slow at sqlite:"),
         ("runs:/0123456789abcdef0123456789abcdef", "MLflow at .*not found"),
         ("sweep:none", "no sweep 'none'"),
-        ("runs:/SWEEP", "has no config of ours"),
+        ("runs:/SWEEP", "is a sweep, not one model"),
     ],
 )
 def test_what_is_not_there(reference: str, message: str, trained_home: Path, store: Tracking):
     reference = reference.replace("SWEEP", find_sweep(store, "tiny").run_id)
     with pytest.raises(UsageError, match=message):
-        find_models(reference, root=str(trained_home), tracking=store)
+        find_models(reference, root=str(trained_home), tracking_uri=store.uri)
 
 
 def flip_last_bit(file: Path) -> None:

@@ -32,13 +32,13 @@ from orchestrator.sweeps.run import SweepRun, Watch
 from orchestrator.sweeps.scales import TINY
 from orchestrator.sweeps.search import SearchOptions
 from orchestrator.sweeps.sweep import Sweep, Trunk
-from orchestrator.tracking.find import children, newest_of
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.training.cluster import connect
 from orchestrator.training.fit import fit
 from orchestrator.training.run_directory import Result, RunDir
 from orchestrator.training.sweep_directory import SweepDir
 from tests.made_directories import end_sweep, run_at
+from tests.mlflow_reader import children, newest_of
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.tracking import sync, system
-from orchestrator.tracking.find import find_run
+from orchestrator.tracking import base, system
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
 from tests.made_directories import begin, end, run_at
+from tests.mlflow_reader import find_run
 from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Sqlite
 from tests.orchestrator.tracking.test_sync import found, shown
@@ -42,14 +42,15 @@ def test_a_disk_that_does_not_answer_delays_no_end(tmp_path: Path, monkeypatch: 
 def test_the_end_waits_while_runs_arrive(
     sqlite: Sqlite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def update(self: Sync, *, live: bool = False) -> None:
+    def update(self: Sync, *, live: bool = False) -> list[str]:
         for _ in range(0 if live else 4):
             time.sleep(0.3)
             self.sent += 1
+        return []
 
     lines = list[str]()
     monkeypatch.setattr(Sync, "update", update)
-    monkeypatch.setattr(sync, "PATIENCE_S", 0.8)
+    monkeypatch.setattr(base, "PATIENCE_S", 0.8)
     with BackgroundSync(open_store(sqlite), str(tmp_path), lines.append):
         pass
     assert lines == []
@@ -62,7 +63,7 @@ def test_a_lost_server_delays_nothing(
     run, lines = run_at(tmp_path, "away"), list[str]()
     directory, tracking = begin(run), open_store(sqlite)
     gone = replace(tracking, uri="http://127.0.0.1:9")
-    monkeypatch.setattr(sync, "EVERY_S", 0.05)
+    monkeypatch.setattr(base, "EVERY_S", 0.05)
     with BackgroundSync(gone, directory, lines.append):
         end(run, 10, val__acc1=0.5)
         time.sleep(0.3)

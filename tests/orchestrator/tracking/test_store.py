@@ -13,7 +13,6 @@ from mlflow import MlflowClient
 
 from orchestrator.errors import UsageError
 from orchestrator.tracking import store as store_file
-from orchestrator.tracking.find import create_run
 from orchestrator.tracking.store import links, open_reader, open_tracking, redact_uri
 from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Postgres, Sqlite
@@ -124,8 +123,8 @@ def test_a_process_that_never_finishes_creating_a_store_is_named(
 def test_files_lie_where_they_should(sqlite: Sqlite) -> None:
     """Beside the database that was opened first, whoever opens it again."""
     tracking = open_store(sqlite)
-    run = create_run(tracking, "files", {})
-    run.write_text("notes/a.txt", "hello")
+    run = tracking.client.create_run(tracking.experiment_id).info
+    tracking.client.log_text(run.run_id, "hello", "notes/a.txt")
     again = open_tracking(sqlite.uri, artifacts="/elsewhere")
     assert again == tracking
     location = MlflowClient(sqlite.uri).get_experiment(tracking.experiment_id).artifact_location

@@ -1,6 +1,7 @@
 """MLflow shows a directory completely, and each value once, after any interruption."""
 
 import json
+import re
 import shutil
 import sqlite3
 from dataclasses import replace
@@ -13,8 +14,7 @@ from orchestrator.codec import flat
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.tracking import sync
-from orchestrator.tracking.find import RunInfo, check_original, children, find_sweep, newest_of
+from orchestrator.tracking.find import KEY, check_original
 from orchestrator.tracking.registry import checkpoint_of, registered_name
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
@@ -22,6 +22,7 @@ from orchestrator.training.lock import move_aside
 from orchestrator.training.run_directory import Result, RunDir, write_json
 from orchestrator.training.sweep_directory import SUMMARY, SweepDir
 from tests.made_directories import begin, begin_sweep, end, report, run_at, sweep_record
+from tests.mlflow_reader import RunInfo, children, find_sweep, newest_of
 from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Sqlite, Store
 
@@ -55,7 +56,6 @@ def test_a_run_from_its_start_to_its_end(tracking: Tracking, tmp_path: Path) -> 
     info = found(tracking, directory)
     assert (info.name, info.status) == ("one", "FINISHED")
     assert info.end_s == pytest.approx(1_800_000_030)
-    assert info.config() == run
     assert info.params == {name: str(value) for name, value in flat(run).items()} | {"cost/params": "640"}
     assert info.history("train/loss") == [(80, 3.0), (160, 2.0), (240, 1.0)]
     assert info.history("val/acc1") == [(160, 0.25), (240, 0.5)]
@@ -66,10 +66,6 @@ def test_a_run_from_its_start_to_its_end(tracking: Tracking, tmp_path: Path) -> 
     (used,) = tracking.client.get_run(info.run_id).inputs.dataset_inputs
     assert (used.dataset.name, used.dataset.digest) == ("digits", "d" * 36)
     assert json.loads(used.dataset.source) == {"uri": "/shards/digits"}
-    if tracking.uri.startswith("http"):
-        assert info.url == f"{tracking.uri}/#/experiments/{tracking.experiment_id}/runs/{info.run_id}"
-    else:
-        assert info.url is None
     assert dict(tracking.client.get_experiment(tracking.experiment_id).tags)["mlflow.experimentKind"]
 
 
@@ -205,7 +201,7 @@ def test_a_sweep_and_its_trials(tracking: Tracking, tmp_path: Path) -> None:
     trials = {run.name: run for run in children(tracking, parent.run_id)}
     assert {name: run.status for name, run in trials.items()} == {"a": "FINISHED", "b": "KILLED"}
     assert (trials["a"].tags["pareto"], "pareto" in trials["b"].tags) == ("true", False)
-    uri, _, weights = checkpoint_of("models:/mini@pareto-knee", tracking.uri)
+    uri, weights = checkpoint_of("models:/mini@pareto-knee", tracking.uri)
     assert (uri, weights) == (f"{directory}/trials/a/checkpoints/step-00000010", "weights of a")
 
 
@@ -244,7 +240,7 @@ def test_what_was_moved_aside_keeps_its_weights_and_ends(sqlite: Sqlite, tmp_pat
     aside = move_aside(directory)
     assert aside is not None
     Sync(tracking, aside).update()
-    uri, _, weights = checkpoint_of(f"models:/{name}/1", sqlite.uri)
+    uri, weights = checkpoint_of(f"models:/{name}/1", sqlite.uri)
     assert (uri, weights) == (f"{aside}/trials/a/checkpoints/step-00000010", "weights of a")
     old = found(tracking, aside)
     assert {run.status for run in children(tracking, old.run_id)} == {"FINISHED", "KILLED"}
@@ -272,12 +268,10 @@ def test_sweeps_of_one_name_are_told_apart(sqlite: Sqlite, tmp_path: Path, caplo
         write_json(f"{directory}/{SUMMARY}", summary())
         Sync(tracking, directory).update()
     assert len({found(tracking, directory).run_id for directory in directories}) == 2
-    with pytest.raises(Exception, match=f"2 sweeps at .* are named '{name}', in .*/here/{name}; .*/there/"):
-        find_sweep(tracking, name)
     names = [name, f"{name}-{keys[1][:6]}"]
     assert [registered_name(tracking, key) for key in keys] == names
     for directory, model in zip(directories, names, strict=True):
-        location, _, _ = checkpoint_of(f"models:/{model}@pareto-knee", sqlite.uri)
+        location, _ = checkpoint_of(f"models:/{model}@pareto-knee", sqlite.uri)
         assert location.startswith(f"{directory}/")
     assert (
         caplog.text.count(f"are registered as {names[1]}: {name} belongs to the sweep in {directories[0]}")
@@ -306,11 +300,10 @@ def test_a_copy_does_not_take_over_what_mlflow_shows(sqlite: Sqlite, tmp_path: P
     Sync(tracking, directory).update()
     old = found(tracking, directory)
     copy = shutil.copytree(directory, tmp_path / "copy")
-    for refused in (Sync(tracking, str(copy)).update, lambda: check_original(tracking, str(copy))):
-        with pytest.raises(
-            UsageError, match=f"{copy} is a copy of {directory}, which MLflow at .* `tracking_uri`"
-        ):
-            refused()
+    refusal = f"{copy} is a copy of {directory}, which MLflow at .* `tracking_uri`"
+    with pytest.raises(UsageError, match=refusal):
+        check_original(tracking, str(copy))
+    assert re.search(refusal, Sync(tracking, str(copy)).update()[0])
     assert found(tracking, directory).run_id == old.run_id
 
     shutil.copy(sqlite.uri.removeprefix("sqlite:///"), tmp_path / "copy" / "mlflow.db")
@@ -342,8 +335,8 @@ def test_a_damaged_file_keeps_back_its_own_trial_alone(sqlite: Sqlite, tmp_path:
         assert "does not answer" not in text
     Path(f"{directory}/trials/a/error.txt").write_bytes(b"\xff")
     Path(damaged).unlink()
-    with pytest.raises(UsageError, match=f"trial a: {directory}/trials/a cannot be read: 'utf-8' codec"):
-        Sync(tracking, directory).update()
+    (line,) = Sync(tracking, directory).update()
+    assert f"trial a: {directory}/trials/a cannot be read: 'utf-8' codec" in line
 
 
 def test_a_server_that_lost_its_data_gets_everything_again(tmp_path: Path, empty_store) -> None:
@@ -384,7 +377,7 @@ def test_one_refused_run_keeps_no_other_back(sqlite: Sqlite, tmp_path: Path, cap
     mirror = Sync(tracking, directory)
     mirror.update(live=True)
     mirror.update(live=True)
-    assert caplog.text.count("MLflow refuses run b") == 1
+    assert caplog.text.count("metrics of b: ") == 1
     parent = found(tracking, directory)
     assert [run.name for run in children(tracking, parent.run_id) if run.status == "FINISHED"] == ["a"]
 
@@ -407,15 +400,10 @@ def test_an_empty_twin_is_deleted(began_ms: int | None, sqlite: Sqlite, tmp_path
     directory = begin(run)
     Sync(tracking, directory).update(live=True)
     first = found(tracking, directory)
-    twin = tracking.client.create_run(tracking.experiment_id, began_ms, tags={sync.KEY: first.tags[sync.KEY]})
+    twin = tracking.client.create_run(tracking.experiment_id, began_ms, tags={KEY: first.tags[KEY]})
     Sync(tracking, directory).update(live=True)
     assert tracking.client.get_run(twin.info.run_id).info.lifecycle_stage == "deleted"
     assert found(tracking, directory).run_id == first.run_id
-
-
-def test_a_config_may_be_longer_than_a_tag(sqlite: Sqlite, tmp_path: Path) -> None:
-    run = run_at(tmp_path, "long", data__path=f"/{'very-long/' * 2000}")
-    assert shown(open_store(sqlite), run, begin(run)).config() == run
 
 
 def test_what_a_lost_request_held_is_sent_by_the_next(

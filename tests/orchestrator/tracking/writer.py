@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.tracking import sync
+from orchestrator.tracking import base
 from orchestrator.tracking.store import open_tracking
 from orchestrator.tracking.sync import BackgroundSync
 from orchestrator.training.metrics_file import MetricsWriter
@@ -24,7 +24,7 @@ CHECKPOINT_EVERY = 7
 
 
 def write(uri: str, folder: Path, last: int | None) -> None:
-    sync.EVERY_S = 0.02  # kills come while it sends
+    base.EVERY_S = 0.02  # kills come while it sends
     tracking = open_tracking(uri, artifacts=f"{folder}/artifacts")
     sweep = Sweep(base=run_at(folder, "sweep"), arms={"child": {}})
     directory = folder / "sweep"
