@@ -68,6 +68,10 @@ def function_of(reference: str) -> Callable[..., Any]:
     return found
 
 
+def is_loaded(plugin: str) -> bool:
+    return plugin in _texts
+
+
 def check_loaded(plugins: Iterable[str]) -> None:
     """Raises UsageError naming the first plugin that a config was made with and that is not loaded."""
     for plugin in plugins:

@@ -66,7 +66,7 @@ def find_models(reference: str, *, root: str, tracking: Tracking) -> list[ModelR
         return models
     if reference.startswith("runs:/"):
         return [_model_of(find_run(tracking, reference.removeprefix("runs:/")))]
-    model = read_model(model_location(reference, root=root, tracking_uri=tracking.uri))
+    model = read_model(model_location(reference, root=root, tracking_uri=tracking.uri), root=root)
     run = newest_of(tracking, RunDir.of(model.run).path) if _has_one_run(model.location) else None
     return [replace(model, run_id=run.run_id if run else None)]
 

@@ -42,6 +42,7 @@ from orchestrator.tracking.store import Tracking, open_tracking, store_uri
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.cluster import connect
+from orchestrator.training.contents import contents_of, moved
 from orchestrator.training.fit import check_data, check_start, decided_by_data, fit, start
 from orchestrator.training.lock import locked
 from orchestrator.training.metrics_file import Metrics
@@ -307,6 +308,7 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         drawn=list(drawn),
         trials={t.name: t.labels(bool(sweep.seeds)) for t in trials},
         labels=dict(labels),
+        contents=contents_of(flat(base) | {f"arms.{name}": each for name, each in sweep.changes.items()}),
         plugins=list({plugin: None for run in (base, *(t.run for t in trials)) for plugin in run.plugins}),
     )
     if was is None:
@@ -325,7 +327,10 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         if more_seeds:
             as_written = replace(as_written, seeds=was.seeds)
         arms = [name for name in was.arms if name not in was.drawn]
-        if changes := changed_fields(_fixed(was, arms), _fixed(as_written, arms)):
+        changes = changed_fields(_fixed(was, arms), _fixed(as_written, arms))
+        for name in moved(changes, was.contents | {"data.path": was.data_digest}):
+            del changes[name]
+        if changes:
             raise_changed(directory, changes, base.data.path)
         now = replace(
             now,
@@ -333,6 +338,8 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
             began_s=was.began_s,
             reference=raised_reference(was.reference, _highest_costs(trial.run for trial in trials)),
             baselines=was.baselines,
+            contents=now.contents | was.contents,
+            answers=was.answers,
             trials=was.trials | now.trials,
             labels=now.labels or was.labels,
             plugins=[*was.plugins, *(plugin for plugin in now.plugins if plugin not in was.plugins)],

@@ -17,9 +17,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
 from orchestrator import storage
-from orchestrator.codec import read_config
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.records import read_run
 from orchestrator.tracking.store import Tracking, redact_uri
 from orchestrator.training.run_directory import RunDir, RunRecord
 from orchestrator.training.sweep_directory import SweepDir, SweepRecord
@@ -60,7 +60,7 @@ class RunInfo:
             text, number = text + part, number + 1
         if not text:
             raise UsageError(f"run {self.name} ({self.run_id}) has no config of ours in its tag {CONFIG}")
-        return read_config(RunConfig, json.loads(text))
+        return read_run(json.loads(text))
 
     def read_text(self, name: str) -> str:
         """Returns an artifact. Raises UsageError if there is no artifact of that name."""
