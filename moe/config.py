@@ -183,8 +183,9 @@ def _requirement(hint: Any, value: Any) -> str:
             return str(next(bound for bound in member.__metadata__ if not bound.holds(value)))
         if get_origin(member) is tuple and isinstance(value, tuple):
             entry = get_args(member)[0]
+            wrong = (part for part in value if not _accepts(entry)(part))
             out = next(
-                (part for part in value if _accepts(_bare(entry))(part) and not _accepts(entry)(part)), None
+                (part for part in wrong if isinstance(part, float) or _accepts(_bare(entry))(part)), None
             )
             if out is not None:
                 return f"be {_words(member)[0]}, and {out!r} must {_requirement(entry, out)}"

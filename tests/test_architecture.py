@@ -142,7 +142,7 @@ torch.distributed: bench moe.batch_norm moe.expert_parallel moe.parallel orchest
     orchestrator.optimizers orchestrator.sweeps.machines orchestrator.training.dry_run
     orchestrator.training.metrics orchestrator.training.worker
 argparse: bench jobs._flags
-optuna: orchestrator.sweeps.search
+optuna: orchestrator.sweeps.answers orchestrator.sweeps.search
 pkgutil: jobs.study orchestrator.guests
 matplotlib: orchestrator.frontier papers
 plotly: orchestrator.frontier

@@ -328,7 +328,7 @@ def map_tasks(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]
     def run(row: dict[str, Any]) -> dict[str, Any]:
         return {"result": pickle.dumps(work(pickle.loads(row["task"])))}
 
-    rows = [{"task": pickle.dumps(task)} for task in tasks]
+    rows = [{"task": ray.cloudpickle.dumps(task)} for task in tasks]
     dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(run)
     dataset.context.raise_original_map_exception = True
     dataset.context.enable_progress_bars = False

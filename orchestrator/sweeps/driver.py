@@ -247,9 +247,10 @@ def make_search(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSea
         sampler=options.sampler,
         seed=sweep.base.train.seed,
     )
+    search.check_space()
     for name in options.warm_start:
-        found = judged_runs(storage.join(sweep.base.storage, name), sweep)
-        taken = search.warm_start(found)
+        earlier = storage.join(sweep.base.storage, name)
+        taken = search.warm_start(found := judged_runs(earlier, sweep), SweepDir(earlier).answers())
         watch.say(f"warm start: {taken} of {len(found)} runs of {name} lie in the space")
     return search
 
@@ -328,9 +329,8 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
             as_written = replace(as_written, seeds=was.seeds)
         arms = [name for name in was.arms if name not in was.drawn]
         changes = changed_fields(_fixed(was, arms), _fixed(as_written, arms))
-        for name in moved(changes, was.contents | {"data.path": was.data_digest}):
-            del changes[name]
-        if changes:
+        same = moved(changes, was.contents | {"data.path": was.data_digest})
+        if changes := {name: each for name, each in changes.items() if name not in same}:
             raise_changed(directory, changes, base.data.path)
         now = replace(
             now,

@@ -101,6 +101,13 @@ class SweepDir(Directory):
         """Returns the directory of a trial with these labels."""
         return RunDir(self.file(labels["directory"]))
 
+    def answers(self) -> dict[str, dict[str, Any]]:
+        """Returns what a search answered the space, by the names of its runs."""
+        if (record := self.record()) is None:
+            return {}
+        arms = {f"{record.name}/{of['directory']}": of["arm"] for of in record.trials.values()}
+        return {run: record.answers[arm] for run, arm in arms.items() if arm in record.answers}
+
     def summary(self) -> dict[str, Any]:
         """Returns the summary of its frontier; empty before there is any."""
         return read_json(self.file(SUMMARY)) or {}
