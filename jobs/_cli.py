@@ -82,7 +82,7 @@ def command(
 
 
 def _of_a_config(error: ValueError) -> bool:
-    """Whether the user can correct the error: it is a UsageError, or a config that was made refused a value."""
+    """Whether the user can correct the error: it is a UsageError, or a config refused a value."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     made = (each.f_locals.get("self") for each in frames if each.f_code.co_name == "__post_init__")
     return isinstance(error, UsageError) or any(map(is_dataclass, made))

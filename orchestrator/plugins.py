@@ -49,8 +49,8 @@ def load_plugins(paths: Iterable[str | Path]) -> tuple[str, ...]:
 def function_of(reference: str) -> Callable[..., Any]:
     """Returns a function of a user's own file: ``path/to/file.py:function``.
 
-    The file is a module as any other: it may import files beside it, unless one of ours or an installed one has
-    their name. It is executed once, until its text changes. Other processes get what it defines by value
+    The file is a module as any other, executed once until its text changes. It may import files beside it, if
+    neither ours nor installed modules have their names. Other processes get what it defines by value
     (`modules_by_value`).
 
     Raises:
@@ -66,14 +66,14 @@ def function_of(reference: str) -> Callable[..., Any]:
 
 
 def error_in(reference: str, error: Exception) -> UsageError:
-    """Returns the error of a user's own file, or of its function, in one line that names the line of the file."""
+    """Returns the error of a user's own file, or of its function, with the line of the file."""
     path = reference if Path(reference).is_file() else reference.rpartition(":")[0]
     line = _line(error, str(Path(path).resolve()))
     return UsageError(f"{reference}, line {line}: {type(error).__name__}: {error}")
 
 
 def modules_by_value() -> list[ModuleType]:
-    """Returns the modules of the user's own files and of those beside them, which no other process can import."""
+    """Returns the modules of the user's own files and of those beside them, unknown to other processes."""
     folders = {os.path.dirname(file) for file in _files}
     loaded = [(module, getattr(module, "__file__", None)) for module in [*sys.modules.values()]]
     return [module for module, file in loaded if file and os.path.dirname(file) in folders]

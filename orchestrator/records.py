@@ -62,7 +62,7 @@ class Move:
         moved = [f"{now}{text[len(old) :]}" for old, now in self._pairs if f"{text}/".startswith(f"{old}/")]
         newest = [known] if is_place(text) and is_place(known) else []
         first, *others = dict.fromkeys([*newest, *moved, text])
-        return next((place for place in (first, *others) if is_there(place)), first) if others else first
+        return next((place for place in (first, *others) if exists_at(place)), first) if others else first
 
 
 def is_place(value: Any) -> bool:
@@ -70,7 +70,7 @@ def is_place(value: Any) -> bool:
     return isinstance(value, str) and (value.startswith("/") or "://" in value)
 
 
-def is_there(location: str) -> bool:
+def exists_at(location: str) -> bool:
     """Returns whether there is a file or a folder."""
     if storage.is_local(location):
         return os.path.exists(location.removeprefix("file://"))

@@ -1,13 +1,16 @@
 """What lies at the places that a config names: data or weights that moved are the same if their digest is."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import find_checkpoint, hashed
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
-from orchestrator.records import is_place
+from orchestrator.records import CONFIG, is_place
 
 Changes = Mapping[str, tuple[Any, Any]]  # field -> (before, now)
 
@@ -20,6 +23,15 @@ def contents_of(fields: Mapping[str, Any]) -> dict[str, str]:
     places = {name: place for name, place in named if is_place(place)}
     digests = {place: digest_at(place) for place in {*places.values()}}
     return {name: digest for name, place in places.items() if (digest := digests[place])}
+
+
+def recorded_at(checkpoint: str) -> dict[str, str]:
+    """Returns the digests that the run of a checkpoint's folder has recorded: field -> digest."""
+    with suppress(OSError, ValueError, KeyError):
+        folder = checkpoint.rpartition("/checkpoints/")[0]
+        record = json.loads(storage.read_bytes(storage.join(folder, CONFIG)))
+        return {**record.get("contents", {}), "data.path": record["data_digest"]}
+    return {}
 
 
 def moved(changes: Changes, contents: Mapping[str, str]) -> set[str]:
