@@ -115,14 +115,14 @@ def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any
         yield from map(work, tasks)
         return
 
-    import ray
+    from ray import cloudpickle
 
     from orchestrator.data.ray_data import map_tasks
     from orchestrator.plugins import modules_by_value
 
     connect()
     for module in modules_by_value():
-        ray.cloudpickle.register_pickle_by_value(module)
+        cloudpickle.register_pickle_by_value(module)
     yield from map_tasks(work, tasks)
 
 

@@ -58,7 +58,7 @@ def check_written(
         raise UsageError(f"{error} (with the fields of {location})") from None
     for name, value in fields.items():
         if isinstance(value, str) and changes.get(name) == value != found.get(name, value):
-            raise UsageError(f"{location}: {name} = {value!r} is text: write {found[name]!r} without quotes")
+            raise UsageError(f"{location}: {name} = {value!r} is text: write {_text(found[name], location)}")
 
 
 def merged(fields: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:

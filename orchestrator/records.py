@@ -117,7 +117,8 @@ def read_run(config: Mapping[str, Any]) -> RunConfig:
     """
     recorded = [str(plugin) for plugin in config.get("plugins") or ()]
     if all(map(is_loaded, recorded)):
-        return read_config(RunConfig, config)
+        with suppress(UsageError):  # else another file of these weights has lost what they do not need
+            return read_config(RunConfig, config)
     try:
         run = read_config(RunConfig, {**_only_needed(RunConfig, config, recorded), "plugins": []})
     except UsageError:
