@@ -11,9 +11,10 @@ import re
 import shlex
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -66,7 +67,9 @@ def command(
 
             load_plugins(plugins)
         yield
-    except (UsageError, OSError) as error:
+    except (ValueError, OSError) as error:
+        if isinstance(error, ValueError) and not _of_a_config(error):
+            raise
         sys.exit(f"error: {with_flags(str(error))}")
     except KeyboardInterrupt as interrupt:
         saved = f": {interrupt}" if str(interrupt) else ""
@@ -76,6 +79,13 @@ def command(
         os._exit(_signals.exit_code())
     finally:
         _signals.restore(before)
+
+
+def _of_a_config(error: ValueError) -> bool:
+    """Whether the user can correct the error: it is a UsageError, or a config refused a value."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    made = (each.f_locals.get("self") for each in frames if each.f_code.co_name == "__post_init__")
+    return isinstance(error, UsageError) or any(map(is_dataclass, made))
 
 
 def with_flags(message: str) -> str:
@@ -105,9 +115,14 @@ def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any
         yield from map(work, tasks)
         return
 
+    from ray import cloudpickle
+
     from orchestrator.data.ray_data import map_tasks
+    from orchestrator.plugins import modules_by_value
 
     connect()
+    for module in modules_by_value():
+        cloudpickle.register_pickle_by_value(module)
     yield from map_tasks(work, tasks)
 
 
@@ -227,10 +242,10 @@ class Places(Storage):
         return store_uri(self.root(), self.tracking_uri)
 
     def open_store(self) -> Tracking:
-        from orchestrator.sweeps import driver
+        from orchestrator.tracking.store import open_store
 
         self.check_local()
-        return driver.open_store(self.root(), self.tracking_uri, self.experiment)
+        return open_store(self.root(), self.tracking_uri, self.experiment)
 
 
 @dataclass(frozen=True, kw_only=True)

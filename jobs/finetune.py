@@ -170,7 +170,7 @@ def base_of(flags: FineTuneFlags, model: ModelRef, rows: Sequence[SuiteRow]) -> 
         places=flags.places,
     )
     size = SIZES["published" if flags.published else "short"]
-    return run.config(finetune_run(model, size=size, image_size=flags.image_size))
+    return run.applied(finetune_run(model, size=size, image_size=flags.image_size))
 
 
 def print_rates(rates: Sweep, outcomes: Mapping[str, Outcome]) -> None:

@@ -166,7 +166,7 @@ class SweepFlags:
 
     def has_data(self) -> bool:
         """Returns whether there are images; a plan can do without."""
-        return self.run.data is not None or bool(self.source())
+        return bool(self.run.data or self.source() or self.run.fields().get("data.path"))
 
     def retrain(self) -> int:
         """Returns the number of knees to train again."""
@@ -200,11 +200,11 @@ class SweepFlags:
             raise UsageError(f"--sweep {self.sweep} --scale {self.scale} has no data of its own: give --data")
         sweep = self.named_sweep()
         upcycle = self.sweep == "upcycle"
-        if upcycle and not (self.run.init_from or self.plan):
+        if upcycle and not (self.run.init_from or "train.init_from" in self.run.fields() or self.plan):
             raise UsageError("--sweep upcycle starts from trained weights: give --init-from MODEL")
         if bool(self.towers) != (self.sweep == "lit") and not self.plan:
             raise UsageError("--sweep lit trains texts beside trained towers: give --towers MODEL,MODEL")
-        changes = self.run.changes(sweep.base.name, source=self.source(), model_of_weights=upcycle)
+        changes = self.run.changes(sweep.base, source=self.source(), model_of_weights=upcycle)
         sweep = self.named_sweep(changes)
         if self.towers:
             sweep = beside_towers(sweep, models_of(self.towers, self.run.places))

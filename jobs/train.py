@@ -56,6 +56,11 @@ class RunFlags:
         read=assignment,
         nargs="+",
     )
+    config: str | None = flag(
+        None,
+        "TOML file with fields as --set has them, such as the config.toml of a run; other flags win",
+        metavar="FILE",
+    )
     list: bool = flag(False, "print the models, sweeps and scales by name, and exit")
     verify: bool = flag(False, "read all shards and check their SHA-256 before training")
     resume: bool = flag(False, "fail if there is no earlier run to continue")
@@ -92,15 +97,23 @@ class RunFlags:
     def asks_for_fields(self) -> bool:
         return any(field == "help" for field, _ in self.set)
 
-    def config(self, base: RunConfig) -> RunConfig:
+    def fields(self) -> dict[str, Any]:
+        """The fields of the file of --config, by dotted names. Raises UsageError if it cannot be read."""
+        from orchestrator.config_file import read_toml
+
+        return read_toml(self.config, self.places.root()) if self.config else {}
+
+    def applied(self, base: RunConfig) -> RunConfig:
         """`base` with the changes of the flags."""
         from orchestrator.codec import override
 
-        return override(base, self.changes(base.name))
+        return override(base, self.changes(base))
 
-    def changes(self, name: str, *, source: str = "digits", model_of_weights: bool = False) -> dict[str, Any]:
-        """The changes of the flags to the run that is called `name` unless --name says otherwise. The data
-        decide the number of classes, unless it is set.
+    def changes(
+        self, base: RunConfig, *, source: str = "digits", model_of_weights: bool = False
+    ) -> dict[str, Any]:
+        """The changes of the flags, and of the file of --config, to `base`. The data decide the number of
+        classes, unless it is set.
 
         Args:
             source: the images that are packed if there is no --data. If it is empty too, neither the place of
@@ -111,11 +124,14 @@ class RunFlags:
         from moe.codec import to_dict
         from orchestrator.checkpoint.foreign import is_import
         from orchestrator.checkpoint.models import read_model
+        from orchestrator.config_file import check_written, merged
         from orchestrator.data.manifest import open_manifest
         from orchestrator.data.packing import digits
 
+        fields = self.fields()
+        written = str(fields.pop("name", base.name)).rpartition("/")[2]
         try:
-            name = run_name(self.name or name)
+            name = run_name(self.name or written)
         except UsageError as error:  # a sweep of the user's own
             raise UsageError(f"name {error}") from None
         assigned = dict(self.set)
@@ -129,32 +145,45 @@ class RunFlags:
         for field, instead in used.items():
             if field in assigned:
                 raise UsageError(f"--set {field}: use {instead}")
+        for field in ("storage", "plugins"):
+            if field in fields:
+                raise UsageError(f"{self.config}: {field}: use {used[field]}")
+        data, init_from = fields.pop("data.path", None), fields.pop("train.init_from", None)
+        if self.data and data:
+            fields.pop("model.num_classes", None)  # of other data
+        data, init_from = self.data or data, self.init_from or init_from
         # Bad places are refused before the digits are packed.
         self.places.uri()
         self.places.check_writable()
         root = self.places.root()
         changes: dict[str, Any] = {"name": name, "storage": root}
-        if self.data or source:
-            path = self.places.shards(self.data) if self.data else digits(root, source)
-            if not (self.data or self.fresh):
+        if data or source:
+            path = self.places.shards(data) if data else digits(root, source)
+            if not (data or self.fresh):
                 check_trained_on(path, self.places.below(name))
             changes |= {"data.path": path, "model.num_classes": len(open_manifest(path).classes)}
-        weights = None if self.init_from is None else self._weights(self.init_from, name)
-        if isinstance(model := self.model or assigned.pop("model", None), str):
-            changes["model"] = to_dict(preset(model))
-        elif weights and (model_of_weights or is_import(weights)):
-            was = read_model(weights, whole=False).run
-            changes["model"] = to_dict(was.model)
-            changes |= {f"data.{field}": value for field, value in was.data.eval_settings().items()}
+        weights = None if init_from is None else self._weights(init_from, name)
         optional = {
+            "model": self.model,
             "scale.workers": self.workers,
             "scale.ep": self.ep,
             "scale.profile_steps": self.profile,
             "train.seed": self.seed,
-            "train.init_from": weights,
         }
-        changes |= {field: value for field, value in optional.items() if value is not None}
-        return changes | assigned
+        explicit = {field: value for field, value in optional.items() if value is not None} | assigned
+        assigned = merged(fields, explicit)
+        if isinstance(assigned.get("model"), str):
+            changes["model"] = to_dict(preset(assigned.pop("model")))
+        elif weights and (model_of_weights or is_import(weights)):
+            was = read_model(weights, whole=False).run
+            changes["model"] = to_dict(was.model)
+            changes |= {f"data.{field}": value for field, value in was.data.eval_settings().items()}
+        if weights:
+            changes["train.init_from"] = weights
+        changes |= assigned
+        if self.config:
+            check_written(self.config, fields, base, changes)
+        return changes
 
     def _weights(self, model: str, name: str) -> str:
         """The location of the weights that --init-from names.
@@ -242,7 +271,7 @@ def train(flags: RunFlags) -> None:
     if flags.asks_for_fields():
         return print_fields(RunConfig())
     trackers = flags.trackers()
-    run = decided_by_data(flags.config(RunConfig()))
+    run = decided_by_data(flags.applied(RunConfig()))
     check_data(run, verify=flags.verify)
     print(f"{run.name}: {describe_model(run.model)}, {describe_data(run)}", flush=True)
     if not is_inline(run):

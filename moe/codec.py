@@ -10,6 +10,8 @@ from moe.config import did_you_mean, members
 
 T = TypeVar("T")
 
+NO_VALUE = ("none", "None")  # texts for None, where a field takes no such text
+
 
 def to_dict(config: Any) -> Any:
     """Returns plain JSON values; a member of a union carries its ``kind``."""
@@ -89,7 +91,9 @@ def _groups_of(cls: type) -> frozenset[str]:
 
 
 def _group(hint: Any, value: Any, path: str) -> Any:
-    if value is None and NoneType in get_args(hint):
+    if is_dataclass(value):  # made already
+        return value
+    if NoneType in get_args(hint) and value in (None, *NO_VALUE):
         return None
     if not isinstance(value, Mapping):
         kinds = _by_kind(tuple(dataclasses_of(hint)))
@@ -114,6 +118,8 @@ def _value(hint: Any, text: Any) -> Any:
                 return {"true": True, "false": False}[text.lower()]
             if kind in (int, float):
                 return kind(text)
+            if kind is NoneType and text in NO_VALUE:
+                return None
         except (KeyError, ValueError):
             continue
     return text

@@ -32,6 +32,7 @@ _SIGNS = {
     "<=": (operator.le, "at most"),
     "<": (operator.lt, "less than"),
 }
+_NOT_FINITE = (math.inf, -math.inf)
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "None"}
 _MANY = {int: "integers", float: "numbers", bool: "booleans", str: "strings"}
 
@@ -183,9 +184,9 @@ def _requirement(hint: Any, value: Any) -> str:
             return str(next(bound for bound in member.__metadata__ if not bound.holds(value)))
         if get_origin(member) is tuple and isinstance(value, tuple):
             entry = get_args(member)[0]
-            out = next(
-                (part for part in value if _accepts(_bare(entry))(part) and not _accepts(entry)(part)), None
-            )
+            of_kind = _accepts(_bare(entry))
+            wrong = [part for part in value if not _accepts(entry)(part)]
+            out = next((part for part in wrong if of_kind(part) or part in _NOT_FINITE or part != part), None)
             if out is not None:
                 return f"be {_words(member)[0]}, and {out!r} must {_requirement(entry, out)}"
     words = [word for member in members(hint) for word in _words(_bare(member))]

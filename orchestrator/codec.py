@@ -48,7 +48,8 @@ def read_config(cls: type[T], data: Mapping[str, Any]) -> T:
         data = _moved(data, before.split("."), now.split("."))
     for field, (did, neighbour) in SINCE.items():
         group, leaf = field.split(".")
-        if neighbour in (written := data.get(group) or {}) and leaf not in written:
+        written = data.get(group)
+        if isinstance(written, Mapping) and neighbour in written and leaf not in written:
             data = {**data, group: {**written, leaf: did}}
     return codec.from_dict(cls, data)
 
@@ -56,10 +57,10 @@ def read_config(cls: type[T], data: Mapping[str, Any]) -> T:
 def _moved(tree: Mapping[str, Any], before: Sequence[str], now: Sequence[str]) -> Mapping[str, Any]:
     """Returns the tree with a leaf at its new place, if it is at the old one."""
     (group, leaf), (new_group, new_leaf) = before, now
-    if leaf not in (tree.get(group) or {}):
+    if not isinstance(there := tree.get(group), Mapping) or leaf not in there:
         return tree
-    rest = {name: value for name, value in tree[group].items() if name != leaf}
-    return {**tree, group: rest, new_group: {new_leaf: tree[group][leaf], **tree.get(new_group, {})}}
+    rest = {name: value for name, value in there.items() if name != leaf}
+    return {**tree, group: rest, new_group: {new_leaf: there[leaf], **tree.get(new_group, {})}}
 
 
 @_usage_errors()

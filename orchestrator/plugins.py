@@ -6,8 +6,8 @@ along, so that workers need no folder in common.
 """
 
 import hashlib
-import importlib.util
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +23,7 @@ from orchestrator.errors import UsageError
 T = TypeVar("T")
 
 FOLDER = "plugins"  # of a run or a sweep, with copies of its plugins
+_files: dict[str, bytes] = {}  # whose functions this process has loaded: path -> text
 _texts: dict[str, bytes] = {}  # what this process has loaded: name@SHA-256 -> text, in that order
 
 
@@ -46,8 +47,11 @@ def load_plugins(paths: Iterable[str | Path]) -> tuple[str, ...]:
 
 
 def function_of(reference: str) -> Callable[..., Any]:
-    """Returns a function of a user's own file: ``path/to/file.py:function``. It may be sent to other
-    processes, which then get it by value.
+    """Returns a function of a user's own file: ``path/to/file.py:function``.
+
+    The file is a module as any other, executed once until its text changes. It may import files beside it, if
+    neither ours nor installed modules have their names. Other processes get what it defines by value
+    (`modules_by_value`).
 
     Raises:
         UsageError: if there is no such file or function, or its code fails.
@@ -55,17 +59,50 @@ def function_of(reference: str) -> Callable[..., Any]:
     path, _, function = reference.rpartition(":")
     if not Path(path).is_file():
         raise UsageError(f"no file {path}: a function of your own is path/to/file.py:function")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's own code
-        raise UsageError(f"{path} raises {error!r}") from error
-    if not callable(found := getattr(module, function, None)):
+    file = str(Path(path).resolve())
+    if not callable(found := getattr(_module_of(file), function, None)):
         raise UsageError(f"{path} has no function {function!r}")
     return found
+
+
+def error_in(reference: str, error: Exception) -> UsageError:
+    """Returns the error of a user's own file, or of its function, with the line of the file."""
+    path = reference if Path(reference).is_file() else reference.rpartition(":")[0]
+    line = _line(error, str(Path(path).resolve()))
+    return UsageError(f"{reference}, line {line}: {type(error).__name__}: {error}")
+
+
+def modules_by_value() -> list[ModuleType]:
+    """Returns the modules of the user's own files and of those beside them, unknown to other processes."""
+    folders = {os.path.dirname(file) for file in _files}
+    loaded = [(module, getattr(module, "__file__", None)) for module in [*sys.modules.values()]]
+    return [module for module, file in loaded if file and os.path.dirname(file) in folders]
+
+
+def _module_of(file: str) -> ModuleType:
+    text = Path(file).read_bytes()
+    name = f"moe_file_{hashlib.sha256(file.encode()).hexdigest()[:8]}_{Path(file).stem}"
+    if _files.get(file) == text:
+        return sys.modules[name]
+    if name in sys.modules:
+        _forget(name)
+    if (folder := os.path.dirname(file)) not in sys.path:
+        sys.path.append(folder)  # last, so that a file called moe.py hides nothing
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = file
+    try:
+        exec(compile(text, file, "exec"), module.__dict__)
+    except Exception as error:  # the user's own code
+        _forget(name)
+        if isinstance(error, UsageError):
+            raise
+        raise error_in(file, error) from error
+    _files[file] = text
+    return module
+
+
+def is_loaded(plugin: str) -> bool:
+    return plugin in _texts
 
 
 def check_loaded(plugins: Iterable[str]) -> None:

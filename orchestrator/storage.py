@@ -7,6 +7,7 @@ function raises OSError if storage fails, and UsageError for any other URI.
 """
 
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, NamedTuple
 
 from orchestrator import stores
+from orchestrator.errors import UsageError
 from orchestrator.stores import PIECE_BYTES, Version
 
 _refused = set[str]()  # folders in object storages that belong to another process now
@@ -30,9 +32,20 @@ class Range(NamedTuple):
 
 
 def absolute(location: str) -> str:
-    """Makes a local path absolute, so that no process depends on its working directory; keeps another URI."""
+    """Makes a local path absolute, so that no process depends on its working directory; keeps another URI.
+
+    Raises:
+        UsageError: for a path that does not exist, and that no shell has read: in quotes, with a variable or
+            with the home of a user who is not there.
+    """
     if is_local(location):
-        return str(Path(_path(location)).expanduser().resolve())
+        path = os.path.expanduser(_path(location))
+        if re.match(r"['\"~]|.*\$[{A-Za-z_]", path) and not os.path.exists(path):
+            raise UsageError(
+                f"{location}: a path is taken as it is written, and here are quotes, a variable or an unknown"
+                " user in it; write the path itself"
+            )
+        return str(Path(path).resolve())
     stores.parse(location)
     return location
 

@@ -54,13 +54,16 @@ orchestrator.plugins: moe.config orchestrator.storage
 orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.manifest
     orchestrator.data.sequences orchestrator.data.text orchestrator.tasks
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
+orchestrator.records: moe.codec moe.config orchestrator.codec orchestrator.config orchestrator.names
+    orchestrator.plugins orchestrator.storage
+orchestrator.config_file: orchestrator.codec orchestrator.config orchestrator.storage
 orchestrator.storage: orchestrator.stores
 orchestrator.stores: orchestrator.credentials
 orchestrator.credentials:
 orchestrator.threads: moe.model
 orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoint.weights
-    orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.storage
-    orchestrator.tasks orchestrator.tracking orchestrator.training.measurements
+    orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.records
+    orchestrator.storage orchestrator.tasks orchestrator.tracking orchestrator.training.measurements
     orchestrator.training.metrics_file orchestrator.training.run_directory
     orchestrator.training.sweep_directory
 orchestrator.tracking.served: moe.load moe.signature orchestrator.data.batch orchestrator.data.images
@@ -87,10 +90,11 @@ orchestrator.data.tars: orchestrator.data.labels orchestrator.data.manifest orch
 orchestrator.data.formats: orchestrator.data.labels orchestrator.data.offsets orchestrator.data.samples
     orchestrator.data.splits orchestrator.data.tars orchestrator.data.text orchestrator.storage
 orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
-    orchestrator.data orchestrator.names orchestrator.plugins orchestrator.storage orchestrator.tasks
-    orchestrator.threads
-orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrator.config orchestrator.data
-    orchestrator.plugins orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training
+    orchestrator.data orchestrator.names orchestrator.plugins orchestrator.records orchestrator.storage
+    orchestrator.tasks orchestrator.threads
+orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
+    orchestrator.config_file orchestrator.data orchestrator.plugins orchestrator.records orchestrator.storage
+    orchestrator.tasks orchestrator.threads orchestrator.training
 orchestrator.training.cleaner:
 orchestrator.training.heartbeat:
 orchestrator.frontier: orchestrator.frontier
@@ -141,7 +145,7 @@ torch.distributed: bench moe.batch_norm moe.expert_parallel moe.parallel orchest
     orchestrator.optimizers orchestrator.sweeps.machines orchestrator.training.dry_run
     orchestrator.training.metrics orchestrator.training.worker
 argparse: bench jobs._flags
-optuna: orchestrator.sweeps.search
+optuna: orchestrator.sweeps.answers orchestrator.sweeps.search
 pkgutil: jobs.study orchestrator.guests
 matplotlib: orchestrator.frontier papers
 plotly: orchestrator.frontier

@@ -18,11 +18,11 @@ from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import find_checkpoint
 from orchestrator.checkpoint.start import Classes, start_from
 from orchestrator.checkpoint.weights import read_metadata, signature_of_run
-from orchestrator.codec import read_config
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.preparation import Preparation
 from orchestrator.errors import UsageError
+from orchestrator.records import at_its_place, read_run
 from orchestrator.threads import set_threads
 
 IMAGES_PER_PASS = 64  # the default of --batch-size in all commands that use trained models
@@ -140,11 +140,12 @@ class ModelRef:
             )
 
 
-def read_model(location: str, *, whole: bool = True) -> ModelRef:
+def read_model(location: str, *, whole: bool = True, root: str = "") -> ModelRef:
     """Reads about the model in a checkpoint's folder, a directory of checkpoints or an exported file.
 
     Args:
         whole: hash the weights of a checkpoint; without, they are hashed when they are loaded.
+        root: a storage in which data may lie that are gone from where they were.
 
     Raises:
         UsageError: if there is no such model, or its checkpoint is damaged.
@@ -156,7 +157,7 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
         if "config" not in metadata:
             raise UsageError(f"{location} was not exported by jobs/export.py: its metadata has no config")
         try:
-            folder, run = location, read_config(RunConfig, json.loads(metadata["config"]))
+            folder, run = location, read_run(at_its_place(json.loads(metadata["config"]), location, root))
             step = int(metadata.get("step", -1))
             signature = _signature_of_file(run, metadata)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -166,7 +167,7 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
             folder, manifest = find_checkpoint(location, whole=whole)
         except FileNotFoundError as error:
             raise UsageError(str(error)) from None
-        run, step = read_config(RunConfig, manifest.config), manifest.step
+        run, step = read_run(at_its_place(manifest.config, folder, root)), manifest.step
         known = manifest.signature
         signature = read_signature(known) if known else signature_of_run(run)
     names, outputs = signature.classes, run.model.num_classes

@@ -36,12 +36,13 @@ from orchestrator.checkpoint.manifest import (
     on_first_rank,
 )
 from orchestrator.checkpoint.statistics import with_own_statistics
-from orchestrator.codec import read_config, to_dict
+from orchestrator.codec import to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.preparation import AS_IT_IS, Preparation
 from orchestrator.errors import UsageError
 from orchestrator.plugins import save_plugins
+from orchestrator.records import at_its_place, read_run
 
 VERSION = "1"  # version of the metadata in an exported file
 
@@ -141,7 +142,7 @@ def export(location: str, out: str, *, ema: bool = False, fresh: bool = False) -
         tensors = source.reader.tensors("cpu")
         fill(tensors, source.reader)
     assert source.manifest
-    run = read_config(RunConfig, source.manifest.config)
+    run = read_run(at_its_place(source.manifest.config, source.location))
     digest = hashlib.sha256(manifests.encode(source.manifest)).hexdigest()
     more = {"step": str(source.step), "manifest_sha256": digest}
     if ema:

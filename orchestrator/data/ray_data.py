@@ -20,6 +20,7 @@ import numpy as np
 import ray
 import ray.data
 from numpy.typing import NDArray
+from ray import cloudpickle
 from ray.data.block import BlockAccessor
 from ray.exceptions import GetTimeoutError, RayTaskError
 
@@ -328,7 +329,7 @@ def map_tasks(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]
     def run(row: dict[str, Any]) -> dict[str, Any]:
         return {"result": pickle.dumps(work(pickle.loads(row["task"])))}
 
-    rows = [{"task": pickle.dumps(task)} for task in tasks]
+    rows = [{"task": cloudpickle.dumps(task)} for task in tasks]  # pyright: ignore[reportPrivateImportUsage]
     dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(run)
     dataset.context.raise_original_map_exception = True
     dataset.context.enable_progress_bars = False

@@ -31,7 +31,7 @@ from orchestrator.data.sequences import python_topics, text_files
 from orchestrator.data.splits import splits_of, splits_of_samples
 from orchestrator.data.text import TEXT
 from orchestrator.errors import UsageError
-from orchestrator.plugins import function_of
+from orchestrator.plugins import error_in, function_of
 
 KINDS = (
     "digits, digits-captions, cluttered-digits, folder:PATH, webdataset:PATH, parquet:PATH, csv:PATH,"
@@ -139,7 +139,7 @@ def _called(name: str, val_frac: float, ignore_split_names: bool) -> Source:
     except UsageError:
         raise
     except Exception as error:  # the user's own code
-        raise UsageError(f"{name} raises {error!r}") from error
+        raise error_in(name, error) from error
     if isinstance(found, Source):
         return found
     if not samples or not all(isinstance(sample, Sample) for sample in samples):

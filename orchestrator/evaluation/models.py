@@ -59,11 +59,11 @@ def find_models(
     Raises:
         UsageError: if there is no such model, or its weights are damaged.
     """
-    name = reference.removeprefix("sweep:")
+    name, home = reference.removeprefix("sweep:"), storage.home(root)
     if name == reference:
-        model = read_model(model_location(reference, root=root, tracking_uri=tracking_uri))
+        model = read_model(model_location(reference, root=root, tracking_uri=tracking_uri), root=home)
         return [replace(model, directory=_directory_of(model))]
-    directory = SweepDir(storage.join(storage.home(root), name))
+    directory = SweepDir(storage.join(home, name))
     if (sweep := directory.record()) is None:
         raise UsageError(f"no sweep {name!r}: {directory.path} holds none")
     models = []

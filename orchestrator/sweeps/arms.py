@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from orchestrator.sweeps.answers import Space, Suggest
 from orchestrator.sweeps.scales import UNCHANGED, Changes, Scale
-from orchestrator.sweeps.search import Space, Suggest
 from orchestrator.sweeps.sweep import Sweep
 
 Arm = dict[str, Any]  # dotted changes of a run

@@ -10,13 +10,13 @@ from statistics import fmean
 from moe.model import Model
 from orchestrator import storage
 from orchestrator.checkpoint.models import load_checkpoint
-from orchestrator.codec import read_config
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, Status
 from orchestrator.frontier.published import papers_metric, published
+from orchestrator.records import read_run
 from orchestrator.sweeps.operating import operating_rows, with_operating
 from orchestrator.sweeps.sweep import Sweep, settings
 from orchestrator.training.progress import costs
@@ -76,12 +76,17 @@ def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> li
         if (record := run.record()) is None:
             continue
         state = run.state(live=live, over=sweep.is_over, quality=sweep.quality)
+        config = read_run(record.config)
+        if record.data_digest == sweep.data_digest and (
+            path := sweep.base["data"]["path"]
+        ):  # moved meanwhile
+            config = replace(config, data=replace(config.data, path=path))
         result, ends = state.result, [*state.pauses, *([state.result] if state.result else [])]
         found.append(
             TrialRecord(
                 run_id=name,
                 labels=labels,
-                config=read_config(RunConfig, record.config),
+                config=config,
                 status=state.status,
                 metrics=ends[-1].metrics if ends else {},
                 spending=_spending(ends),

@@ -8,7 +8,7 @@ from moe.model import unit_shapes
 from orchestrator.codec import flat, override
 from orchestrator.errors import UsageError
 from orchestrator.guests import from_papers
-from orchestrator.plugins import function_of
+from orchestrator.plugins import error_in, function_of
 from orchestrator.sweeps.arms import (
     MOE,
     Arm,
@@ -268,7 +268,7 @@ def _of_user(name: str, scale: Scale) -> Sweep:
     except UsageError:
         raise
     except Exception as error:  # the user's own code
-        raise UsageError(f"{name} raises {error!r}") from error
+        raise error_in(name, error) from error
     if not isinstance(sweep, Sweep):
         raise UsageError(f"{name} must return a Sweep, got {type(sweep).__name__}")
     return sweep

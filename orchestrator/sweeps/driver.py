@@ -3,13 +3,11 @@
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ray.exceptions import RayError
@@ -39,10 +37,11 @@ from orchestrator.sweeps.search import OptunaSearch, SearchOptions, sample
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.tracking.base import TrackerConfig, following, update_now
 from orchestrator.tracking.find import check_original
-from orchestrator.tracking.store import Tracking, open_tracking, store_uri
+from orchestrator.tracking.store import Tracking, open_store
 from orchestrator.tracking.sync import Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.cluster import connect
+from orchestrator.training.contents import contents_of, moved
 from orchestrator.training.fit import check_data, check_start, decided_by_data, fit, start
 from orchestrator.training.lock import locked
 from orchestrator.training.measurements import made_by
@@ -97,16 +96,6 @@ def with_data(run: RunConfig) -> RunConfig:
     """Returns the run, without a data set on the digits, with what its data decide."""
     path = run.data.path or digits(run.storage)
     return decided_by_data(replace(run, data=replace(run.data, path=path)))
-
-
-def open_store(root: str, uri: str | None = None, experiment: str | None = None) -> Tracking:
-    """The MLflow store of a storage. A database on a disk has its files on a disk: in the storage, or beside
-    itself, for MLflow knows other object storages than we do. Raises UsageError if it cannot be opened.
-    """
-    uri = store_uri(root, uri)
-    at = storage.absolute(root) if storage.is_local(root) else os.path.dirname(uri.removeprefix("sqlite:///"))
-    artifacts = Path(at, "mlartifacts").absolute().as_uri()  # in a plain path MLflow replaces %XX
-    return open_tracking(uri, artifacts=artifacts, experiment=experiment)
 
 
 def _silent(*_: object) -> None: ...
@@ -255,9 +244,10 @@ def make_search(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSea
         sampler=options.sampler,
         seed=sweep.base.train.seed,
     )
+    search.check_space()
     for name in options.warm_start:
-        found = judged_runs(storage.join(sweep.base.storage, name), sweep)
-        taken = search.warm_start(found)
+        earlier = storage.join(sweep.base.storage, name)
+        taken = search.warm_start(found := judged_runs(earlier, sweep), SweepDir(earlier).answers())
         watch.say(f"warm start: {taken} of {len(found)} runs of {name} lie in the space")
     return search
 
@@ -313,6 +303,7 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         drawn=list(drawn),
         trials={t.name: t.labels(bool(sweep.seeds)) for t in trials},
         labels=dict(labels),
+        contents=contents_of(flat(base) | {f"arms.{name}": each for name, each in sweep.changes.items()}),
         plugins=list({plugin: None for run in (base, *(t.run for t in trials)) for plugin in run.plugins}),
     )
     if was is None:
@@ -331,7 +322,9 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         if more_seeds:
             as_written = replace(as_written, seeds=was.seeds)
         arms = [name for name in was.arms if name not in was.drawn]
-        if changes := changed_fields(_fixed(was, arms), _fixed(as_written, arms)):
+        changes = changed_fields(_fixed(was, arms), _fixed(as_written, arms))
+        same = moved(changes, was.contents | {"data.path": was.data_digest})
+        if changes := {name: each for name, each in changes.items() if name not in same}:
             raise_changed(directory, changes, base.data.path)
         now = replace(
             now,
@@ -339,6 +332,8 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
             began_s=was.began_s,
             reference=raised_reference(was.reference, _highest_costs(trial.run for trial in trials)),
             baselines=was.baselines,
+            contents=now.contents | was.contents,
+            answers=was.answers,
             trials=was.trials | now.trials,
             labels=now.labels or was.labels,
             plugins=[*was.plugins, *(plugin for plugin in now.plugins if plugin not in was.plugins)],

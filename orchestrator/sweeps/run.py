@@ -161,7 +161,8 @@ class SweepRun:
             for outcome in ends:
                 self.queue.record(trial.name, outcome)
         if self.search:
-            self.search.restore([(a, changes, *self._values(a)) for a, changes in self._drawn().items()])
+            drawn = [(arm, changes, *self._values(arm)) for arm, changes in self._drawn().items()]
+            self.search.restore(drawn, record.answers)
         self.watch.start(self)
         if complete := sum(state.outcome is not None for state in self.queue.states.values()):
             self.watch.say(f"{complete} of {len(trials)} trials are complete already")
@@ -300,6 +301,7 @@ class SweepRun:
             lambda was: {
                 "arms": {**was.arms, arm.name: dict(arm.changes)},
                 "drawn": [*was.drawn, arm.name],
+                "answers": {**was.answers, arm.name: dict(arm.answers)},
                 "trials": was.trials | {t.name: t.labels(bool(self.sweep.seeds)) for t in trials},
             }
         )

@@ -4,6 +4,7 @@ Sources: Bergstra et al. 2011 (TPE) as optuna extends it to several objectives (
 2002 (NSGA-II).
 """
 
+import json
 import logging
 import math
 import random
@@ -12,15 +13,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
 from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
 from ray import cloudpickle
@@ -31,6 +26,7 @@ from orchestrator.codec import changed_fields, flat, override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
+from orchestrator.sweeps.answers import OutsideError, Space, as_json, replay
 
 log = logging.getLogger(__name__)
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # Optuna logs every trial.
@@ -42,25 +38,13 @@ DUPLICATES = 5  # draws of known arms before a neighbour of the last one is take
 INCIDENTAL = ("name", "train.seed", "train.report_every", "train.eval_every")
 
 
-class Suggest(Protocol):
-    """The part of `optuna.Trial` that a space may use. `name` is the dotted field of the value."""
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any: ...
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int: ...
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> float: ...
-
-
-Space = Callable[[Suggest], Mapping[str, Any]]  # -> dotted changes of the base
-
-
 @dataclass(frozen=True, kw_only=True)
 class DrawnArm:
-    """A name, and changes of the base: dotted fields with their values."""
+    """A name, changes of the base (dotted fields with their values), and the answers that led to them."""
 
     name: str
     changes: Mapping[str, Any]
+    answers: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +59,10 @@ class SearchOptions(Config):
     sampler: Kind = "tpe"
     trials: PositiveInt = 20
     warm_start: tuple[str, ...] = ()
+
+
+class Refused(UsageError):
+    """A draw of a space that the base refuses."""
 
 
 class OptunaSearch:
@@ -125,9 +113,8 @@ class OptunaSearch:
         for _ in range(DRAWS):
             asked = self._study.ask()
             try:
-                changes = dict(self.space(asked))
-                key = self._key(changes)
-            except UsageError as error:
+                changes, key = self._drawn(asked)
+            except Refused as error:
                 reason = str(error)
                 self._study.tell(asked, state=TrialState.FAIL)
                 continue
@@ -159,36 +146,69 @@ class OptunaSearch:
         self._told.add(asked.number)
         self._study.tell(asked, known, state=None if known else TrialState.FAIL)
 
-    def restore(self, trials: Sequence[tuple[str, Mapping[str, Any], float | None, float | None]]) -> None:
+    def check_space(self) -> None:
+        """Raises UsageError if draws of the space cannot be continued by another process: see `_check`."""
+        study = optuna.create_study(sampler=RandomSampler(seed=self.seed))
+        for _ in range(DRAWS):
+            asked = study.ask()
+            with suppress(Refused):
+                self._drawn(asked)
+
+    def restore(
+        self,
+        trials: Sequence[tuple[str, Mapping[str, Any], float | None, float | None]],
+        answers: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         """Takes over the proposals of an earlier process, as (name, changes, quality, cost). To be called
         before the first `next`.
 
         An arm without quality and cost is unfinished, and is proposed again before new arms. An arm with a
         cost alone ended without a quality. The numbers in names continue.
 
+        Args:
+            answers: of the arms, by name; an arm without is read from its fields. An arm that the space does
+                not offer any more is no lesson for the search.
+
         Raises:
-            UsageError: for a trial that the space does not offer any more.
+            UsageError: for an arm without answers that the space does not offer.
         """
         assert self.base is not None
+        outside = list[str]()
         for name, changes, quality, cost in trials:
             run = override(self.base, changes)
             self._names[run] = name
             self._number = max(self._number, int(name.rpartition("-")[2]))
             self._proposed += 1
+            kept = (answers or {}).get(name)
             try:
-                self._asked[name] = self._ask_for(_read(self.space, run)[0])
-            except _OutsideError as error:
-                raise UsageError(
-                    f"trial {name} is of another space, {error}: `mode=fresh` begins anew"
-                ) from None
+                params, again = replay(self.space, kept or {}, flat(run))
+                if kept is not None and self._key(again) != run:
+                    raise OutsideError("it makes other changes of these answers")
+                self._asked[name] = self._ask_for(params)
+            except (OutsideError, UsageError) as error:
+                if kept is None:
+                    raise UsageError(
+                        f"trial {name} is of another space, {error}: `mode=fresh` begins anew"
+                    ) from None
+                outside.append(name)
             if quality is None and cost is None:
-                self._again.append(DrawnArm(name=name, changes=changes))
+                self._again.append(DrawnArm(name=name, changes=changes, answers=kept or {}))
             else:
                 self.tell(name, quality, cost)
+        if outside:
+            log.warning(
+                "the space of now does not offer %s: they stay, and the search does not learn from them",
+                ", ".join(outside),
+            )
         self._study.sampler = _sampler(self.sampler, self.count, self.seed + len(trials))
 
-    def warm_start(self, runs: Sequence[tuple[RunConfig, float, float]]) -> int:
-        """Learns from runs of other sweeps, as (run, quality, cost). Returns how many runs the space offers.
+    def warm_start(
+        self,
+        runs: Sequence[tuple[RunConfig, float, float]],
+        answers: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> int:
+        """Learns from runs of other sweeps, as (run, quality, cost), and from the answers of arms that a
+        search drew, by the names of their runs. Returns how many runs the space offers.
 
         Left out are runs on other data, and runs with a value that the space does not offer or propose. A run
         may differ in `INCIDENTAL` fields and in those that may change when a run is resumed. These runs do
@@ -198,9 +218,9 @@ class OptunaSearch:
         taken = 0
         for run, quality, cost in runs:
             try:
-                params, changes = _read(self.space, run)
+                params, changes = replay(self.space, (answers or {}).get(run.name, {}), flat(run))
                 differs = changed_fields(flat(override(self.base, changes)), flat(run)).keys() - {*INCIDENTAL}
-            except (_OutsideError, UsageError):
+            except (OutsideError, UsageError):
                 continue
             if (digest := _digest(run.data.path)) is not None and digest == _digest(self.base.data.path):
                 differs -= {"data.path"}
@@ -208,6 +228,34 @@ class OptunaSearch:
                 self._study.tell(self._ask_for(params), (quality, math.log10(cost)))
                 taken += 1
         return taken
+
+    def _drawn(self, asked: optuna.Trial) -> tuple[dict[str, Any], Hashable]:
+        """Returns the changes of a draw, and what tells them from others.
+
+        Raises:
+            Refused: if the base refuses them.
+            UsageError: if another process could not go on with them: the same answers must make the same
+                changes, and JSON must hold both.
+        """
+        try:
+            changes = dict(self.space(asked))
+            key = self._key(changes)
+        except UsageError as error:
+            raise Refused(str(error)) from None
+        if self.base is not None:
+            try:
+                written = self._key(json.loads(json.dumps(changes)))
+                again = self._key(replay(self.space, as_json(asked.params))[1])
+                reason = "" if written == again == key else "the same answers make other changes"
+            except (OutsideError, TypeError, ValueError) as error:
+                reason = str(error)
+            if reason:
+                raise UsageError(
+                    f"the space cannot be continued after a stop: with {asked.params} it returns {changes},"
+                    f" and {reason}; let the changes depend on the answers alone, and use numbers, text,"
+                    " bools, None, and lists of them"
+                )
+        return changes, key
 
     def _key(self, changes: Mapping[str, Any]) -> Hashable:
         return tuple(sorted(changes.items())) if self.base is None else override(self.base, changes)
@@ -217,7 +265,7 @@ class OptunaSearch:
         name = f"{self.sampler}-{self._number:04}"
         self._asked[name] = asked
         self._names[key] = name
-        return DrawnArm(name=name, changes=changes)
+        return DrawnArm(name=name, changes=changes, answers=as_json(asked.params))
 
     def _tell_again(self, asked: optuna.Trial, name: str) -> None:
         """Answers another draw of a known arm with its result. TPE would not learn from a failure, and would
@@ -236,9 +284,8 @@ class OptunaSearch:
             self._neighbours.enqueue_trial({k: v for k, v in params.items() if k not in changed})
             asked = self._neighbours.ask()
             try:
-                changes = dict(self.space(asked))
-                key = self._key(changes)
-            except UsageError:
+                changes, key = self._drawn(asked)
+            except Refused:
                 continue
             if key not in self._names:
                 return self._propose(self._ask_for(asked.params), changes, key)
@@ -335,51 +382,3 @@ def _sampler(kind: Kind, count: int, seed: int) -> BaseSampler:
     # Univariate TPE takes conditional spaces as they are. On two made-up spaces (40 and 100 trials, 10 seeds)
     # it was no worse than multivariate TPE in groups, which is experimental.
     return TPESampler(seed=seed, multivariate=False, n_startup_trials=min(10, max(4, count // 4)))
-
-
-class _OutsideError(Exception):
-    """A run has a value that the space does not offer."""
-
-
-def _read(space: Space, run: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the parameters and the changes of the space if every answer is the value that `run` has.
-
-    Raises:
-        _OutsideError: for a value that is not in the distribution of its question.
-    """
-    given = _Given(values=flat(run))
-    changes = dict(space(given))
-    return given.params, changes
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Given:
-    """Answers a space with the values of a flat config, and keeps the answers."""
-
-    values: Mapping[str, Any]
-    params: dict[str, Any] = field(default_factory=dict)
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        return self._answer(name, CategoricalDistribution(choices))
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        return self._answer(name, IntDistribution(low, high, log=log, step=step))
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> float:
-        return self._answer(name, FloatDistribution(low, high, log=log, step=step))
-
-    def _answer(self, name: str, distribution: BaseDistribution) -> Any:
-        # A field of a group that is None counts as None.
-        absent = [group for group, value in self.values.items() if value is None]
-        if name not in self.values and not name.startswith(tuple(f"{group}." for group in absent)):
-            raise _OutsideError(f"the run has no {name}")
-        value = self.values.get(name)
-        # The value is checked at once, since the space may fail on a value that it does not offer.
-        try:
-            create_trial(state=TrialState.WAITING, params={name: value}, distributions={name: distribution})
-        except ValueError as error:
-            raise _OutsideError(f"{name}={value!r}: {error}") from None
-        self.params[name] = value
-        return value

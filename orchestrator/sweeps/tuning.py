@@ -16,13 +16,13 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import Point
 from orchestrator.sweeps.build import TUNED, sweep_frontier
-from orchestrator.sweeps.driver import SweepOptions, open_store, trained_trials, with_data, working_in
+from orchestrator.sweeps.driver import SweepOptions, trained_trials, with_data, working_in
 from orchestrator.sweeps.findings import require
 from orchestrator.sweeps.preflight import preflight
 from orchestrator.sweeps.queue import RunToCompletion
 from orchestrator.sweeps.run import Watch
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.tracking.store import Tracking
+from orchestrator.tracking.store import Tracking, open_store
 from orchestrator.training.cluster import connect
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.sweep_directory import SweepDir

@@ -152,6 +152,16 @@ def open_tracking(uri: str, *, artifacts: str, experiment: str | None = None) ->
         return Tracking(uri, found, experiment, _has_models(client, uri, found))
 
 
+def open_store(root: str, uri: str | None = None, experiment: str | None = None) -> Tracking:
+    """The MLflow store of a storage. A database on a disk has its files on a disk: in the storage, or beside
+    itself, for MLflow knows other object storages than we do. Raises UsageError if it cannot be opened.
+    """
+    uri = store_uri(root, uri)
+    at = storage.absolute(root) if storage.is_local(root) else os.path.dirname(uri.removeprefix("sqlite:///"))
+    artifacts = Path(at, "mlartifacts").absolute().as_uri()  # in a plain path MLflow replaces %XX
+    return open_tracking(uri, artifacts=artifacts, experiment=experiment)
+
+
 def open_reader(uri: str) -> Tracking:
     """Opens an existing store. Raises UsageError as `open_tracking`, and if there is no store."""
     experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT

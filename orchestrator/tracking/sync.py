@@ -91,9 +91,10 @@ class Sync(Follower):
     def update(self, *, live: bool = False, only: Collection[str] | None = None) -> list[str]:
         try:
             known = self._mirrors.get(self.directory)
-            whole = known is None or SweepDir(self.directory).record() is None
-            if not whole and self._client.get_run(known.run_id).info.lifecycle_stage != "active":
-                self._forget()
+            if known and SweepDir(self.directory).record() is not None:
+                run = self._client.get_run(known.run_id)
+                if run.info.lifecycle_stage != "active":
+                    self._forget()
             return super().update(live=live, only=only)
         except MlflowException as error:
             if error.error_code != LOST:

@@ -1,6 +1,6 @@
 """The directory of a run: the only record of what happened there, and of what became of it.
 
-    RUN/config.json           its config, the digest of its data, and a key that names this start of the run
+    RUN/config.json, .toml    its config, the digest of its data, and a key that names this start of the run
     RUN/metrics.jsonl         every report; in an object storage metrics-000001.jsonl and so on
     RUN/checkpoints/step-N/   a checkpoint exists once its manifest does
     RUN/paused-N.json         the state of the run when it paused at step N
@@ -19,17 +19,20 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NoReturn, Self
 
 from moe.model import Model
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.models import load_checkpoint
-from orchestrator.codec import changed_fields, flat, read_config, to_dict
+from orchestrator.codec import changed_fields, flat, override, read_config, to_dict
 from orchestrator.config import RunConfig
+from orchestrator.config_file import CONFIG_TOML, to_toml
 from orchestrator.errors import UsageError, last_line
 from orchestrator.plugins import FOLDER, save_plugins
+from orchestrator.records import CONFIG, Move
+from orchestrator.training.contents import contents_of, moved
 
 StartMode = Literal["auto", "resume"]
 
@@ -41,11 +44,11 @@ StartMode = Literal["auto", "resume"]
 # interrupted  it has begun, and none of the above: Ctrl-C, a kill, the end of the budget
 Status = Literal["finished", "stopped", "interrupted", "diverged", "failed", "running"]
 
-CONFIG, SWEEP, ERROR = "config.json", "sweep.json", "error.txt"
+SWEEP, ERROR = "sweep.json", "error.txt"
 BAD_IMAGES, PROFILE = "bad_images.csv", "profile.csv"
-LOCK = "lock"
-STOP, REFUSED = "stop", "refused.txt"
-UNTRAINED = (CONFIG, ERROR, LOCK, STOP, REFUSED, "log.jsonl")  # files of attempts that trained nothing
+LOCK, STOP, REFUSED = "lock", "stop", "refused.txt"
+# files of attempts that trained nothing
+UNTRAINED = (CONFIG, CONFIG_TOML, ERROR, LOCK, STOP, REFUSED, "log.jsonl")
 DATA = "data.digest"
 
 
@@ -119,8 +122,9 @@ class RunRecord:
     Attributes:
         key: names this start of the run; a run that starts over gets another key.
         began_s: seconds since the epoch.
-        config: the run, as `codec.to_dict` writes it.
+        config: the run, as `codec.to_dict` writes it; read with the name and the places of today.
         labels: tags in MLflow, such as the role of a run outside any sweep.
+        contents: digests of what it read or started from, by the field that names the place.
     """
 
     key: str
@@ -128,6 +132,7 @@ class RunRecord:
     config: dict[str, Any]
     data_digest: str
     labels: dict[str, str] = field(default_factory=dict)
+    contents: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,8 @@ class RunDir(Directory):
         return self.file(BAD_IMAGES)
 
     def record(self) -> RunRecord | None:
-        content = read_json(self.file(CONFIG))
+        if content := read_json(self.file(CONFIG)):
+            content["config"] = Move(content["config"], self.path).config(content["config"])
         return RunRecord(**content) if content is not None else None
 
     def result(self) -> Result | None:
@@ -265,15 +271,14 @@ def acquire_run_dir(
 ) -> RunRecord:
     """Starts or continues `run` in its directory.
 
-    ``auto`` continues a run that is there if its config and data are the same, and starts one otherwise;
-    ``resume`` requires a run. The name of a run that failed before it trained anything can be used again.
-    The config of the newest checkpoint must be the same too, and its checkpoints alone are a run.
+    ``auto`` continues a run that is there if its config and data are the same, wherever they lie, and starts
+    one otherwise; ``resume`` requires a run. The name of a run that failed before it trained anything can be
+    used again. The config of the newest checkpoint must be the same too, and checkpoints alone are a run.
 
     Raises:
         UsageError: naming every field that changed; or that there is nothing to resume.
     """
-    own = RunDir.of(run)
-    directory = own.path
+    directory = (own := RunDir.of(run)).path
     check_kind(directory, "run")
     previous, saved = own.record(), manifests.newest_readable(own.checkpoints)
     if not (previous or saved):
@@ -282,7 +287,8 @@ def acquire_run_dir(
     before = run
     for there in filter(None, (previous, saved)):
         try:
-            before = read_config(RunConfig, there.config)  # a field that an old config lacks had its default
+            config = Move(there.config, directory).config(there.config)
+            before = read_config(RunConfig, config)  # a field that an old config lacks had its default
         except UsageError as error:
             raise UsageError(
                 f"{directory} was started with a config that cannot be read ({error}); use another `name`,"
@@ -290,6 +296,8 @@ def acquire_run_dir(
             ) from None
         lanes = {"data.lanes": before.lane_count()}  # which it keeps
         changes |= changed_fields(flat(before) | lanes, flat(run) | ({} if run.data.lanes else lanes))
+    known = previous.contents | {"data.path": previous.data_digest} if previous else {}
+    places = {name: changes.pop(name)[1] for name in moved(changes, known)}
     if previous and previous.data_digest != data_digest:
         changes[DATA] = previous.data_digest, data_digest
     if changes:
@@ -300,6 +308,9 @@ def acquire_run_dir(
                 storage.delete(storage.join(directory, name))
     elif previous:
         storage.delete(own.error_file)
+        if places:
+            now = override(read_config(RunConfig, previous.config), places)
+            write_json(own.file(CONFIG), asdict(previous := replace(previous, config=to_dict(now))))
         return previous
     record = RunRecord(
         key=new_key(),
@@ -307,8 +318,10 @@ def acquire_run_dir(
         config=to_dict(run),
         data_digest=data_digest,
         labels=dict(labels or {}),
+        contents=contents_of(flat(run)),
     )
     save_plugins(directory, run.plugins)
+    storage.write_bytes(own.file(CONFIG_TOML), to_toml(run).encode())
     write_json(storage.join(directory, CONFIG), asdict(record))
     return record
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from orchestrator.records import Move
 from orchestrator.training.run_directory import SWEEP, Directory, RunDir, read_json, write_json
 
 SUMMARY = "summary.json"
@@ -17,7 +18,7 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRecord:
-    """The content of `sweep.json`.
+    """The content of `sweep.json`, with the name and the places of today.
 
     Attributes:
         key: names this start of the sweep; a sweep that starts over gets another key.
@@ -33,6 +34,8 @@ class SweepRecord:
             hypervolume, and the cost that it still needed, as a part of the cost of all arms.
         trials: name -> ``directory``, relative to the sweep's, and labels: role, arm, seed and so on.
         labels: further tags in MLflow.
+        contents: digests of what its runs read or start from, by the field of base or arm that says where.
+        answers: what a search answered the space for each arm that it drew: arm -> question -> answer.
         plugins: those that its trials were made with.
         status: ``running`` until its trials have ended, or its command. ``interrupted`` if trials are left.
     """
@@ -55,6 +58,8 @@ class SweepRecord:
     passed: dict[str, tuple[float, float]] = field(default_factory=dict)
     trials: dict[str, dict[str, str]] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
+    contents: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     plugins: list[str] = field(default_factory=list)
     status: Literal["running", "finished", "failed", "interrupted"] = "running"
 
@@ -72,8 +77,17 @@ class SweepDir(Directory):
     """The directory of a sweep."""
 
     def record(self) -> SweepRecord | None:
-        content = read_json(self.file(SWEEP))
-        return SweepRecord(**content) if content is not None else None
+        if (content := read_json(self.file(SWEEP))) is None:
+            return None
+        record = SweepRecord(**content)
+        move = Move(record.base, self.path)
+        return replace(
+            record,
+            name=move.name or record.name,
+            base=move.config(record.base),
+            arms=move.tree(record.arms),
+            trials=move.tree(record.trials),
+        )
 
     def write(self, record: SweepRecord) -> None:
         write_json(self.file(SWEEP), asdict(record))
@@ -86,6 +100,13 @@ class SweepDir(Directory):
     def trial(self, labels: Mapping[str, str]) -> RunDir:
         """Returns the directory of a trial with these labels."""
         return RunDir(self.file(labels["directory"]))
+
+    def answers(self) -> dict[str, dict[str, Any]]:
+        """Returns what a search answered the space, by the names of its runs."""
+        if (record := self.record()) is None:
+            return {}
+        arms = {f"{record.name}/{of['directory']}": of["arm"] for of in record.trials.values()}
+        return {run: record.answers[arm] for run, arm in arms.items() if arm in record.answers}
 
     def summary(self) -> dict[str, Any]:
         """Returns the summary of its frontier; empty before there is any."""

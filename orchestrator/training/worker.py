@@ -28,8 +28,10 @@ from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.data.stream import Reader, Stream, in_process, open_stream, prefetched
 from orchestrator.errors import UsageError
+from orchestrator.records import at_its_place
 from orchestrator.threads import set_threads
 from orchestrator.training.average import Average
+from orchestrator.training.contents import moved, recorded_at
 from orchestrator.training.features import can_be_stored, with_features
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, due, evaluate, good_enough, run_steps
@@ -131,7 +133,7 @@ class Worker:
             return done, progress, {"resumed/step": float(done)}
         if run.train.trunk:
             trunk = self.checkpoints.branch(run.train.trunk, *state)
-            check_trunk(trunk.config, trunk.step, run)
+            check_trunk(at_its_place(trunk.config, run.train.trunk), trunk.step, run)
             log.info("%s: branches at step %d from %s", run.name, trunk.step, run.train.trunk)
             progress = Progress.read(trunk.progress)
             return trunk.step, replace(progress, best_k=[], trunk=(trunk.step, progress.device_s)), {}
@@ -359,8 +361,9 @@ def check_trunk(config: Mapping[str, Any], step: int, run: RunConfig) -> None:
     if step >= run.train.steps:
         raise UsageError(f"{run.name}: train.steps={run.train.steps} end before its trunk, at step {step}")
     fields = (flat(each) | {"data.lanes": each.lane_count()} for each in (trunk, run))
-    changes = changed_fields(*fields).items()
-    if changed := [f"{n}: {a!r} -> {b!r}" for n, (a, b) in changes if not n.startswith(BRANCHES_DIFFER_IN)]:
+    changes = {n: each for n, each in changed_fields(*fields).items() if not n.startswith(BRANCHES_DIFFER_IN)}
+    same = moved(changes, recorded_at(run.train.trunk or ""))
+    if changed := [f"{n}: {a!r} -> {b!r}" for n, (a, b) in changes.items() if n not in same]:
         raise UsageError(f"{run.name} cannot branch from {trunk.name}: {'; '.join(changed)}")
     for at in range(step):
         was, now = (

@@ -22,7 +22,7 @@ Call = Callable[..., tuple[str, str]]
 def test_a_model_by_its_name(words: list[str], empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data have its classes, ten; other fields can be set as ever."""
     monkeypatch.setattr(sys, "argv", ["job", *words, "--set", "model.head_bias=-1"])
-    model = parse(train.RunFlags, "").config(RunConfig()).model
+    model = parse(train.RunFlags, "").applied(RunConfig()).model
     assert (model.image_size, model.patch_size, model.width, model.num_classes) == (224, 14, 384, 10)
     assert model.head_bias == -1
     assert model.moe

@@ -33,7 +33,7 @@ def test_start(tmp_path: Path) -> None:
     assert RunDir(f"{tmp_path}/sweeps/run").record() == record
     assert (record.config["name"], record.data_digest) == ("sweeps/run", DIGEST)
     assert record.labels == {"role": "train"}
-    assert os.listdir(tmp_path / "sweeps" / "run") == ["config.json"]
+    assert sorted(os.listdir(tmp_path / "sweeps" / "run")) == ["config.json", "config.toml"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "resume"])
@@ -43,7 +43,7 @@ def test_continue(mode: StartMode, tmp_path: Path) -> None:
     (tmp_path / "run" / "error.txt").write_text("killed")
     elsewhere = run_at(tmp_path, scale__workers=4, scale__use_gpu=True, train__microbatch=4)
     assert acquire_run_dir(elsewhere, DIGEST, mode) == first
-    assert os.listdir(tmp_path / "run") == ["config.json"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "config.toml"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "resume"])
@@ -125,7 +125,7 @@ def test_a_run_that_never_trained_leaves_its_name_free(tmp_path: Path) -> None:
     second = acquire_run_dir(run_at(tmp_path, train__lr=0.5), DIGEST)
     assert second.key != first.key
     assert second.config["train"]["lr"] == 0.5
-    assert sorted(os.listdir(directory)) == ["config.json", "lock"]
+    assert sorted(os.listdir(directory)) == ["config.json", "config.toml", "lock"]
 
 
 def saved_by(run: RunConfig, step: int, forget: str = "") -> Path:
