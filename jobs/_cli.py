@@ -21,7 +21,8 @@ from uuid import uuid4
 
 from jobs import _signals
 from jobs._flags import PLUGIN, flag
-from orchestrator.errors import UsageError
+from orchestrator.errors import BudgetExhausted, UsageError
+from orchestrator.output import UnfailingOutput, protect_streams
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint.models import ModelRef
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from orchestrator.data.fields import Field
     from orchestrator.tracking.store import Tracking
 
+OUT_OF_BUDGET = 3  # exit code
 UNSENT = 4  # exit code: everything is done, but a tracker lacks results
 WORTH_A_CLUSTER = 8  # tasks: starting Ray takes longer than packing or indexing a few shards
 FLAGS = {"hours": "budget-hours", "usd": "budget-usd", "retrain": "confirm"}  # that have another name
@@ -43,17 +45,20 @@ def command(
     grace: float | None = None,
     to: TextIO | None = None,
 ) -> Iterator[None]:
-    """Prints what begins, before libraries are loaded; turns a user's mistake into one line and exit code 1,
-    and a signal into exit code 128 + its number: 130 for Ctrl-C, 143 for SIGTERM.
+    """Prints what begins, before libraries are loaded; turns a user's mistake into one line and exit code 1
+    (`OUT_OF_BUDGET` if a larger budget is all that is missing), and a signal into exit code 128 + its number:
+    130 for Ctrl-C, 143 for SIGTERM.
 
-    What trains saves first, within `grace` seconds; a second signal ends the process at once.
+    What trains saves first, within `grace` seconds; a second signal ends the process at once. Output that
+    nobody takes any more is dropped: the exit code is that of the work.
 
     Args:
         places: where the command will write. A local storage is tried first, because that needs no large
             library.
         plugins: files to load, if `places` does not name them.
     """
-    print(f"{doing}: loading libraries ..", flush=True, file=to)
+    protect_streams()
+    print(f"{doing}: loading libraries ..", flush=True, file=to and UnfailingOutput(to))
     logging.basicConfig(format="%(message)s")
     logging.getLogger("orchestrator").setLevel(logging.INFO)
     before = _signals.handlers()
@@ -66,6 +71,9 @@ def command(
 
             load_plugins(plugins)
         yield
+    except BudgetExhausted as error:
+        print(f"error: {with_flags(str(error))}", file=sys.stderr)
+        sys.exit(OUT_OF_BUDGET)
     except (UsageError, OSError) as error:
         sys.exit(f"error: {with_flags(str(error))}")
     except KeyboardInterrupt as interrupt:

@@ -13,7 +13,7 @@ from typing import Any
 from moe.config import Config, PositiveInt, did_you_mean
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
-from orchestrator.errors import UsageError
+from orchestrator.errors import BudgetExhausted, UsageError
 from orchestrator.frontier.points import Point
 from orchestrator.sweeps.build import TUNED, sweep_frontier
 from orchestrator.sweeps.driver import SweepOptions, open_store, trained_trials, with_data, working_in
@@ -244,7 +244,7 @@ def tune(
             reasons = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
             raise UsageError(f"{len(failures)} trials of {first.base.name} failed:{reasons}")
         if left:
-            raise UsageError(
+            raise BudgetExhausted(
                 f"Budget exhausted: {left} trials of {first.base.name}, the first round, not finished. Run"
                 " again with a larger `hours` or `usd` to continue"
             )

@@ -30,6 +30,7 @@ from sqlalchemy.exc import ArgumentError
 
 from orchestrator import storage
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.output import redact_uri as redact_uri
 from orchestrator.tasks import ClassificationConfig
 
 EXPERIMENT = "moe-frontier"
@@ -218,20 +219,6 @@ def _client_of(uri: str) -> MlflowClient:
     return MlflowClient(uri)
 
 
-def redact_uri(uri: str) -> str:
-    """Returns the URI without its password, and without its query, which may contain a password."""
-    scheme, separator, rest = uri.partition("://")
-    if not separator or scheme in ("sqlite", "file"):
-        return uri
-    shown, _, query = rest.partition("?")
-    if "@" in query:  # the "?" may stand in a password, or the "@" in one of the query
-        return f"{scheme}://***"
-    user, at, place = shown.rpartition("@")
-    name, colon, _ = user.partition(":")
-    hidden = f"{name}:***" if colon else name
-    return f"{scheme}://{hidden}{at}{place}"
-
-
 @contextmanager
 def _opening(uri: str, *, create: bool) -> Iterator[None]:
     """Raises UsageError within seconds; MLflow itself takes minutes to find that no server answers."""
@@ -322,7 +309,7 @@ def _creating_alone(uri: str) -> Iterator[None]:
     with open(path, "w") as file:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                storage.lock_file(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
