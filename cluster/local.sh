@@ -5,9 +5,8 @@
 #   cluster/local.sh status            what Ray says of it
 #   cluster/local.sh stop              ends what `start` started, and nothing else
 #
-# It costs nothing per hour, and runs beside any other Ray on this machine. The dashboard, which takes jobs, listens
-# on 127.0.0.1. Ray's other ports listen on all addresses and ask for the token too. Jobs go to it with
-# `ray job submit`; `start` prints how.
+# It costs nothing per hour, and runs beside any other Ray on this machine. All its ports listen on 127.0.0.1 alone,
+# those of metrics too, which ask for no token. Jobs go to it with `ray job submit`; `start` prints how.
 #
 # Environment: CPUS_PER_NODE (2), OBJECT_STORE_MB of every node (512), RAY_PORT, DASHBOARD_PORT, RAY_CLIENT_PORT (the
 # first free ports from 6379, 8265 and 10001 on), READY_S (180: seconds within which a first job must have succeeded),
@@ -28,6 +27,7 @@ home="${MOE_FRONTIER_HOME:-$root/runs}" # absolute, if it is no URI: jobs run in
 export MOE_FRONTIER_HOME="$home"
 export RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 export MLFLOW_DISABLE_TELEMETRY="${MLFLOW_DISABLE_TELEMETRY:-true}"
+export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 # Ray's only setting by which every process takes 127.0.0.1 for its address
 unset RAY_ADDRESS # of another cluster, which these commands would talk to
 
 fail() {
@@ -157,6 +157,7 @@ how_to_use() {
 export RAY_ADDRESS=$dashboard
 export RAY_AUTH_MODE=token
 export RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH
+export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 export PATH=$bin:\$PATH
 ENV
     cat <<HELP
@@ -172,8 +173,15 @@ HELP
 # Without SPT_NOENV, Ray overwrites a process's environment, and so the mark, when it sets the process's title. Port 0
 # is any free one. By default the agents of every Ray on a machine listen on 52365, and no job starts without one; its
 # workers choose from 10002 to 19999.
+#
+# `ray start` is called from Python, because with that address Ray admits no second node.
 start_node() {
-    MOE_FRONTIER_LOCAL_CLUSTER="$folder" SPT_NOENV=1 "$bin/ray" start "$@" \
+    MOE_FRONTIER_LOCAL_CLUSTER="$folder" SPT_NOENV=1 "$bin/python" -c '
+from ray._private import ray_constants, services
+ray_constants.ENABLE_RAY_CLUSTER = True
+services.get_node_ip_address = lambda address=None: "127.0.0.1"
+from ray.scripts.scripts import main
+main()' start "$@" \
         --dashboard-agent-listen-port=0 --min-worker-port=0 --max-worker-port=0 \
         --object-store-memory=$((${OBJECT_STORE_MB:-512} * 1024 * 1024)) > "$folder/start.log" 2>&1 \
         || {

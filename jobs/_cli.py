@@ -22,7 +22,8 @@ from uuid import uuid4
 
 from jobs import _signals
 from jobs._flags import PLUGIN, flag
-from orchestrator.errors import UsageError
+from orchestrator.errors import BudgetExhausted, UsageError
+from orchestrator.output import UnfailingOutput, protect_streams
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint.models import ModelRef
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from orchestrator.data.fields import Field
     from orchestrator.tracking.store import Tracking
 
+OUT_OF_BUDGET = 3  # exit code
 UNSENT = 4  # exit code: everything is done, but a tracker lacks results
 WORTH_A_CLUSTER = 8  # tasks: starting Ray takes longer than packing or indexing a few shards
 FLAGS = {"hours": "budget-hours", "usd": "budget-usd", "retrain": "confirm"}  # that have another name
@@ -44,17 +46,20 @@ def command(
     grace: float | None = None,
     to: TextIO | None = None,
 ) -> Iterator[None]:
-    """Prints what begins, before libraries are loaded; turns a user's mistake into one line and exit code 1,
-    and a signal into exit code 128 + its number: 130 for Ctrl-C, 143 for SIGTERM.
+    """Prints what begins, before libraries are loaded; turns a user's mistake into one line and exit code 1
+    (`OUT_OF_BUDGET` if a larger budget is all that is missing), and a signal into exit code 128 + its number:
+    130 for Ctrl-C, 143 for SIGTERM.
 
-    What trains saves first, within `grace` seconds; a second signal ends the process at once.
+    What trains saves first, within `grace` seconds; a second signal ends the process at once. Output that
+    nobody takes any more is dropped: the exit code is that of the work.
 
     Args:
         places: where the command will write. A local storage is tried first, because that needs no large
             library.
         plugins: files to load, if `places` does not name them.
     """
-    print(f"{doing}: loading libraries ..", flush=True, file=to)
+    protect_streams()
+    print(f"{doing}: loading libraries ..", flush=True, file=to and UnfailingOutput(to))
     logging.basicConfig(format="%(message)s")
     logging.getLogger("orchestrator").setLevel(logging.INFO)
     before = _signals.handlers()
@@ -67,6 +72,9 @@ def command(
 
             load_plugins(plugins)
         yield
+    except BudgetExhausted as error:
+        print(f"error: {with_flags(str(error))}", file=sys.stderr)
+        sys.exit(OUT_OF_BUDGET)
     except (ValueError, OSError) as error:
         if isinstance(error, ValueError) and not _of_a_config(error):
             raise
@@ -242,7 +250,7 @@ class Places(Storage):
         return store_uri(self.root(), self.tracking_uri)
 
     def open_store(self) -> Tracking:
-        from orchestrator.tracking.store import open_store
+        from orchestrator.tracking.lost import open_store
 
         self.check_local()
         return open_store(self.root(), self.tracking_uri, self.experiment)

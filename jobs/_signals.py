@@ -7,7 +7,8 @@ from typing import Any
 
 from orchestrator.training import notice
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; `ray job stop`, Kubernetes; Slurm
+# Ctrl-C; `ray job stop`, Kubernetes; Slurm; a terminal that is closed
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_S = 2.5  # from a signal to the forced end of what has nothing to save
 GRACE_S = 25.0  # of what trains; Kubernetes kills 30 s after its signal
 RAY_STOP_S = 3.0  # default of RAY_JOB_STOP_WAIT_TIME_S, from SIGTERM to SIGKILL
@@ -20,12 +21,13 @@ _grace_s = GRACE_S
 def install(grace_s: float | None = None) -> None:
     """Lets the first signal stop the program: what trains saves within `grace_s` seconds, and MLflow is
     informed. A second signal ends the process at once. Is called again, without seconds, when a library has
-    replaced the handlers.
+    replaced the handlers. `nohup` ignores SIGHUP, which stays so.
     """
     global _grace_s
     _grace_s = grace_s or _grace_s
     for number in SIGNALS:
-        signal.signal(number, _stop)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
 
 
 def handlers() -> dict[signal.Signals, Any]:
@@ -38,7 +40,7 @@ def restore(before: dict[signal.Signals, Any]) -> None:
 
 
 def exit_code() -> int:
-    """Returns the exit code of an interrupted command: 130 for Ctrl-C, 143 for SIGTERM."""
+    """Returns the exit code of an interrupted command: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
     return 128 + (_arrived or signal.SIGINT)
 
 
@@ -51,6 +53,8 @@ def default_grace_s() -> float:
 
 def _stop(number: int, _: Any) -> None:
     global _arrived
+    if _arrived and number == signal.SIGHUP:
+        return  # a shell and its terminal each send one
     if _arrived:
         os._exit(128 + number)
     _arrived = number
@@ -60,15 +64,10 @@ def _stop(number: int, _: Any) -> None:
     timer.start()
     if not saves:
         raise KeyboardInterrupt
-    _write(f"{signal.Signals(number).name}: saving within {_grace_s:g} s; a second signal ends at once")
+    notice.say(f"{signal.Signals(number).name}: saving within {_grace_s:g} s; a second signal ends at once")
 
 
 def _end(saves: bool) -> None:
     if saves:
-        _write(f"Not saved within {_grace_s:g} s. Run the same command again to continue.")
+        notice.say(f"Not saved within {_grace_s:g} s. Run the same command again to continue.")
     os._exit(exit_code())
-
-
-def _write(line: str) -> None:
-    """Prints to stderr, also in a signal handler, which may have interrupted another print."""
-    os.write(2, f"{line}\n".encode())

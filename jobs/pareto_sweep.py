@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import (
+    OUT_OF_BUDGET,
     command,
     connect,
     exit_if_unsent,
@@ -330,6 +331,8 @@ def sweep(flags: SweepFlags) -> None:
     print_end(flags, sweep, frontier, progress.run, store)
     if reasons := progress.run.failures():
         sys.exit(failed(reasons))
+    if progress.run.trials_left() or progress.run.unpaid:
+        sys.exit(OUT_OF_BUDGET)
     exit_if_unsent(f"{sweep.base.storage}/{sweep.base.name}")
 
 

@@ -35,14 +35,15 @@ def report(flags: ReportFlags) -> None:
     from orchestrator import storage
     from orchestrator.frontier.points import is_complete
     from orchestrator.sweeps.build import sweep_frontier
-    from orchestrator.sweeps.publish import FILES, publish_and_send, trains, write_files
+    from orchestrator.sweeps.publish import FILES, publish_and_send, write_files
     from orchestrator.tracking.store import redact_uri
+    from orchestrator.training.state import directory_state
 
     directory, missing = flags.places.below(flags.name), ""
     out = storage.absolute(flags.out) if flags.out else directory
     if flags.out:
         check_out(out, own=FILES)
-        frontier, _, _ = sweep_frontier(directory, live=trains(directory))
+        frontier, _, _ = sweep_frontier(directory, live=directory_state(directory) == "running")
     else:
         frontier, missing = publish_and_send(directory, flags.places.open_store)
         if missing is None:

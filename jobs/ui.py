@@ -27,6 +27,7 @@ def main() -> None:
     flags = parse(UiFlags, __doc__)
     root, address = flags.places.root(), f"http://127.0.0.1:{flags.port}"
     with command(f"opening the MLflow store of {root}"):
+        from orchestrator.tracking.lost import set_right
         from orchestrator.tracking.store import database_uri, links, open_reader, open_tracking
 
         try:
@@ -38,6 +39,7 @@ def main() -> None:
         uri = database_uri(f"{root}/mlflow.db")
         open_reader(uri)
         store = open_tracking(uri, artifacts=Path(root, "mlartifacts").as_uri())
+        set_right(store)
         for name, link in links(store, address):
             print(f"{name:<8} {link}", flush=True)
     # One process is enough for one person; MLflow's default is four.

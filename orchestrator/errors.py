@@ -1,8 +1,12 @@
-"""The error that a user can correct, and one line for any other error."""
+"""The errors that a user can correct, and one line for any other error."""
 
 
 class UsageError(ValueError):
     """Wrong input. The message names the value, the bound and what to do."""
+
+
+class BudgetExhausted(UsageError):
+    """The budget does not hold what is left to do."""
 
 
 def reason_of(error: BaseException | None) -> str:

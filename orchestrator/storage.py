@@ -6,15 +6,17 @@ written: nothing in it is quoted. Endpoints and credentials come from the variab
 function raises OSError if storage fails, and UsageError for any other URI.
 """
 
+import fcntl
 import os
 import re
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 from orchestrator import stores
 from orchestrator.errors import UsageError
@@ -225,6 +227,35 @@ def size(location: str) -> int | None:
     if is_local(location):
         return os.path.getsize(_path(location)) if os.path.isfile(_path(location)) else None
     return stores.head(location)
+
+
+def age_s(location: str) -> float:
+    """Returns for how many seconds a file was not written, as far as two clocks agree.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+    """
+    written_s = os.path.getmtime(_path(location)) if is_local(location) else stores.written_s(location)
+    return time.time() - written_s
+
+
+def lock_file(file: IO[Any], operation: int) -> None:
+    """Locks an open local file, as `fcntl.flock` does with this operation.
+
+    Raises:
+        BlockingIOError: if another process has locked it, and `operation` does not wait for that.
+        UsageError: if no lock can be had on its file system.
+    """
+    try:
+        fcntl.flock(file, operation)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"the file system of {file.name} gives no locks ({error.strerror or error}), and two processes"
+            " would destroy each other's files there: use a local disk or an object storage, or mount it with"
+            " locks (NFS with lockd and without nolock, Lustre with flock)"
+        ) from None
 
 
 def names(location: str) -> list[str]:

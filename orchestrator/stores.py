@@ -148,6 +148,12 @@ def head(location: str) -> int | None:
         return obstore.head(store, key)["size"] if key else None
 
 
+def written_s(location: str) -> float:
+    """Returns when an object was written, in seconds since the epoch by the clock of its storage."""
+    with _opened(location) as (store, key):
+        return obstore.head(store, key)["last_modified"].timestamp()
+
+
 def list_names(location: str) -> list[str]:
     with _changed(location) as (store, key):
         found = obstore.list_with_delimiter(store, key or None)

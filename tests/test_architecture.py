@@ -48,6 +48,7 @@ orchestrator: orchestrator
 orchestrator.config: moe orchestrator.names orchestrator.optimizers orchestrator.plugins
     orchestrator.schedules orchestrator.storage orchestrator.tasks
 orchestrator.names:
+orchestrator.output:
 orchestrator.optimizers: moe.config moe.experts moe.model moe.parallel orchestrator.optimizers
 orchestrator.schedules: moe.config
 orchestrator.plugins: moe.config orchestrator.storage
@@ -62,9 +63,10 @@ orchestrator.stores: orchestrator.credentials
 orchestrator.credentials:
 orchestrator.threads: moe.model
 orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoint.weights
-    orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.records
-    orchestrator.storage orchestrator.tasks orchestrator.tracking orchestrator.training.measurements
-    orchestrator.training.metrics_file orchestrator.training.run_directory
+    orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.output
+    orchestrator.records orchestrator.storage orchestrator.tasks orchestrator.tracking
+    orchestrator.training.measurements orchestrator.training.metrics_file orchestrator.training.notice
+    orchestrator.training.run_directory orchestrator.training.state
     orchestrator.training.sweep_directory
 orchestrator.tracking.served: moe.load moe.signature orchestrator.data.batch orchestrator.data.images
     orchestrator.data.preparation
@@ -93,8 +95,8 @@ orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestr
     orchestrator.data orchestrator.names orchestrator.plugins orchestrator.records orchestrator.storage
     orchestrator.tasks orchestrator.threads
 orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
-    orchestrator.config_file orchestrator.data orchestrator.plugins orchestrator.records orchestrator.storage
-    orchestrator.tasks orchestrator.threads orchestrator.training
+    orchestrator.config_file orchestrator.data orchestrator.output orchestrator.plugins orchestrator.records
+    orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training
 orchestrator.training.cleaner:
 orchestrator.training.heartbeat:
 orchestrator.frontier: orchestrator.frontier

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from orchestrator.errors import UsageError
+from orchestrator.storage import lock_file
 
 CACHE_FOLDER = "MOE_FRONTIER_CACHE"  # environment variable; default: a folder of this user below /tmp
 TOTAL = "total"  # the file that holds the bytes of all files
@@ -35,11 +36,11 @@ def cached(name: str, size: int, make: Callable[[BinaryIO], None], *, limit: int
     while (file := open_cached(name)) is None:
         with part.open("ab") as mine:
             try:
-                fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 # Waits until the file is made, or its process killed. An exclusive lock would also wait for
                 # the readers of the file.
-                fcntl.flock(mine, fcntl.LOCK_SH)
+                lock_file(mine, fcntl.LOCK_SH)
                 continue
             if not _is_at(mine, part):
                 continue  # the process that had the lock has made or removed the file
@@ -63,7 +64,7 @@ def open_cached(name: str) -> BinaryIO | None:
         file = (_folder() / name).open("rb")
     except FileNotFoundError:
         return None
-    fcntl.flock(file, fcntl.LOCK_SH)
+    lock_file(file, fcntl.LOCK_SH)
     os.utime(file.fileno())
     if os.fstat(file.fileno()).st_nlink:
         return file
@@ -108,7 +109,7 @@ def _make_room(limit: int) -> int:
         if taken <= limit:
             break
         with suppress(FileNotFoundError, BlockingIOError), open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, Path(path)):
                 os.unlink(path)
             taken -= size
@@ -119,7 +120,7 @@ def _make_room(limit: int) -> int:
 def _total() -> Iterator[BinaryIO]:
     """Opens and locks the file that holds the total."""
     with (_folder() / TOTAL).open("a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file, fcntl.LOCK_EX)
         file.seek(0)
         yield file
 

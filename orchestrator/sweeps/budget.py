@@ -12,7 +12,7 @@ from moe.config import Config, NonNegativeFloat, PositiveFloat
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as checkpoints
 from orchestrator.codec import read_config
-from orchestrator.errors import UsageError
+from orchestrator.errors import BudgetExhausted, UsageError
 from orchestrator.sweeps.queue import Job, Outcome, TrialState
 from orchestrator.training.run_directory import Result, RunDir, read_json, write_json
 from orchestrator.training.sweep_directory import SweepDir
@@ -88,10 +88,12 @@ class Budget:
         return 3600 * (hours if self.usd is None else min(hours, self.usd / self.usd_per_hour))
 
     def less(self, spent_s: float) -> "Budget":
-        """Returns what is left of the budget. Raises UsageError if these device-seconds exhaust it."""
+        """Returns what is left of the budget. Raises BudgetExhausted if these device-seconds exhaust
+        it.
+        """
         left_s = self.limit_s() - spent_s
         if left_s <= 0:
-            raise UsageError(
+            raise BudgetExhausted(
                 f"Budget exhausted: {spent_s / 3600:.3g} of {self.limit_s() / 3600:.3g} device-hours are"
                 " spent. Run again with a larger `hours` or `usd` to continue"
             )
@@ -183,6 +185,10 @@ class BudgetTracker:
         flops = _flops(job.state, ended.first_step, outcome.step) if isinstance(outcome, Result) else 0.0
         self._charge(held_s, [(flops, held_s)] if flops else [])
         self.save()
+
+    def held_s(self) -> float:
+        """Device-seconds of jobs that run, which are spent when they end."""
+        return sum(job.held_s() for job in self._running.values())
 
     def leave(self) -> None:
         """Notes that this process ends, and with it all jobs that still run."""

@@ -117,6 +117,12 @@ def judged_runs(directory: str, sweep: Sweep) -> list[tuple[RunConfig, float, fl
     ]
 
 
+UNENDED = {  # status in sweep.json, although nothing works there -> what a page says
+    "running": "This sweep is lost: its process was killed. The same command continues it.",
+    "interrupted": "This sweep was stopped before its end. The same command continues it.",
+}
+
+
 def sweep_frontier(directory: str, *, live: bool = False) -> tuple[Frontier, SweepRecord, list[TrialRecord]]:
     """The frontier of the sweep in a directory, and what it is made from. `live`: a command trains there.
 
@@ -146,7 +152,7 @@ def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord], *, live: b
         note = f"Points are cooldown branches of {len(by_role['trunk'])} trunks; a branch costs {share}."
     elif sweep.passed:
         note = _passed_by(sweep.passed)
-    note = " ".join(filter(None, [sweep.labels.get(TUNED), note]))
+    note = " ".join(filter(None, ["" if live else UNENDED.get(sweep.status), sweep.labels.get(TUNED), note]))
     begun = {trial.run_id for trial in trials}
     states: list[tuple[str, str]] = [(trial.labels["arm"], trial.status) for trial in by_role["trial"]]
     for name, labels in sweep.trials.items():

@@ -19,7 +19,7 @@ from orchestrator.codec import changed_fields, flat, read_config, renamed, to_di
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import digits
-from orchestrator.errors import UsageError, reason_of
+from orchestrator.errors import BudgetExhausted, UsageError, reason_of
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
 from orchestrator.plugins import check_loaded, save_plugins
@@ -37,9 +37,11 @@ from orchestrator.sweeps.search import OptunaSearch, SearchOptions, sample
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.tracking.base import TrackerConfig, following, update_now
 from orchestrator.tracking.find import check_original
-from orchestrator.tracking.store import Tracking, open_store
+from orchestrator.tracking.lost import open_store
+from orchestrator.tracking.store import Tracking
 from orchestrator.tracking.sync import Sync
 from orchestrator.tracking.system import SystemMetrics
+from orchestrator.training import notice
 from orchestrator.training.cluster import connect
 from orchestrator.training.contents import contents_of, moved
 from orchestrator.training.fit import check_data, check_start, decided_by_data, fit, start
@@ -177,7 +179,7 @@ def run_sweep(
     directory = RunDir.of(sweep.base).path
     with trained_trials(sweep, options, progress=progress, store=store) as run:
         if run.trials_left() and not any(s.reached or s.outcome for s in run.queue.states.values()):
-            raise UsageError("the budget does not hold a single trial: give a larger one")
+            raise BudgetExhausted("the budget does not hold a single trial: give a larger one")
         frontier = publish(directory)
         for point in knee_points(frontier.points, 0 if run.trials_left() else options.retrain):
             _retrain(run, point.arm)
@@ -260,7 +262,7 @@ def working_in(directory: str, mode: Mode, store: Tracking) -> Iterator[None]:
         UsageError: for a copy of a directory that MLflow shows.
     """
     wait_for_report(directory)
-    with locked(directory, fresh=mode == "fresh") as aside:
+    with notice.on_interrupt(), locked(directory, fresh=mode == "fresh") as aside:
         if aside and (missing := update_now(Sync(store, aside))):
             log.warning("MLflow may still show what is now %s as running: %s", aside, missing)
         check_original(store, directory)
@@ -366,14 +368,13 @@ def _highest_costs(runs: Iterable[RunConfig]) -> dict[str, float]:
 def _retrain(run: SweepRun, arm: str) -> None:
     """Trains `Sweep.retrain_config` of an arm as a child outside the frontier, if the budget holds it."""
     sweep, watch, name = run.sweep, run.watch, f"confirm/{arm}"
-    longer, labels = (
-        sweep.retrain_config(run.trial_of(arm)),
-        {"directory": name, "role": "confirm", "arm": arm},
-    )
+    longer = sweep.retrain_config(run.trial_of(arm))
+    labels = {"directory": name, "role": "confirm", "arm": arm}
     state = run.state_of(Trial(name=name, arm=arm, changes={}, run=longer))
     job = Job(state=state, until=state.steps)
     if RunDir.of(longer).result() is None and not run.budget.admits(job, state):
         watch.say(f"{arm} is not trained again: the budget does not hold it")
+        run.unpaid.append(arm)
         return
     SweepDir.of(sweep.base).update(lambda was: {"trials": {**was.trials, name: labels}})
 

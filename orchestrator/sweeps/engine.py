@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import ray.tune
+from ray.tune.execution import class_cache
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.search import Searcher
 from ray.util.placement_group import PlacementGroup, placement_group_table
@@ -27,6 +28,7 @@ from orchestrator.training.resources import is_inline, run_resources
 from orchestrator.training.run_directory import RunDir
 
 RESTARTS = 3  # of a trial's process that dies
+PLACING_S = 60.0  # for Ray to place a group that has room
 TUNE_ENV = {  # settings that have no argument in Tune
     # MLflow has every metric: Tune writes no copies as CSV, JSON and tfevents.
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -38,6 +40,11 @@ TUNE_ENV = {  # settings that have no argument in Tune
     "TUNE_MAX_PENDING_TRIALS_PG": "64",
     # A sweep continues from its own directory, so Tune's state is written as rarely as possible.
     "TUNE_GLOBAL_CHECKPOINT_S": "600",
+}
+# Tune would copy the driver's AWS keys into the runtime environment of each trial, which Ray writes to its
+# logs and shows on its dashboard. Trials have the environment of the Ray node on which they run.
+class_cache.ENV_VARS_TO_PROPAGATE = {
+    name for name in class_cache.ENV_VARS_TO_PROPAGATE if not name.startswith("AWS_")
 }
 
 
@@ -137,7 +144,10 @@ class _Reservation(ray.tune.PlacementGroupFactory):
     def to_placement_group(self) -> PlacementGroup:
         """Returns once Ray has placed the group, or has found no room for it: after a millisecond or two."""
         group: PlacementGroup = super().to_placement_group()
+        give_up = time.monotonic() + PLACING_S
         while placement_group_table(group)["stats"]["scheduling_state"] in ("QUEUED", "SCHEDULING_STARTED"):
+            if time.monotonic() > give_up:
+                break
             time.sleep(0.001)
         return group
 

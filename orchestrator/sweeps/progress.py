@@ -3,13 +3,16 @@
 It is the only place of the library that writes to the standard output, and only for callers that want it.
 """
 
+import sys
 import time
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from orchestrator.config import RunConfig
 from orchestrator.frontier.points import IN_BITS, as_shown
+from orchestrator.output import UnfailingOutput
 from orchestrator.sweeps.queue import Job, Outcome
 from orchestrator.sweeps.run import SweepRun, SweepState, Watch
 from orchestrator.sweeps.sweep import Sweep
@@ -21,9 +24,10 @@ STILL_S = 90  # without a report, or three times as long as between two of them,
 
 def new_console() -> Console:
     """Returns a console that prints lines as they are. In a notebook they are text, as in a file: bars would
-    need ipywidgets there.
+    need ipywidgets there. Lines that nobody takes are dropped: no training ends because of them.
     """
-    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False)
+    file: Any = UnfailingOutput(sys.stdout)
+    return Console(file=file, markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False)
 
 
 def ended_line(sweep: Sweep, outcome: Outcome) -> str:
@@ -94,11 +98,15 @@ class RunProgress:
         if silent_s < self._still_s:
             return ""
         self._still_s = 2 * silent_s
-        return f"no report for {duration(silent_s)}: {self}"
+        return (
+            f"no report for {duration(silent_s)}: {self}"
+            if self.step
+            else f"{self}, for {duration(silent_s)}"
+        )
 
     def __str__(self) -> str:
         if not self.step:
-            return "starting"
+            return "training, no report yet"
         parts = (f"step {self.step}/{self.steps}", f"{self.images_per_s:.4g} images/s", self.left())
         return ", ".join(filter(None, parts))
 
@@ -165,7 +173,10 @@ class SweepProgress(Watch):
     def _add(self, name: str, steps: int) -> None:
         # A trial whose process died begins again without having ended.
         if name not in self._running:
-            self._running[name] = RunProgress(steps), self._bars.add_task(name, total=steps, pace="starting")
+            self._running[name] = (
+                RunProgress(steps),
+                self._bars.add_task(name, total=steps, pace="no report yet"),
+            )
             self._printed_s[name] = time.monotonic()
 
     def report(self, name: str, step: int, metrics: Metrics) -> None:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 PAGE, PNG, SVG = "frontier.html", "frontier.png", "frontier.svg"
 FILES = (PAGE, PNG, SVG)
+REPORT_S = 600.0  # that a command waits for a report
 REPORT = "report"  # below the sweep: whoever draws and sends it holds the lock of this folder too
 _PLACES = {
     FAST: "the cheapest of the frontier",
@@ -115,28 +116,23 @@ def send(directory: str, store: Tracking, *, only: Collection[str]) -> str:
 
 
 def wait_for_report(directory: str) -> None:
-    """Waits while another command draws the sweep and sends it: it needs the directory for some seconds."""
-    folder, waiting = storage.join(directory, REPORT), False
+    """Waits while another command draws the sweep and sends it: it needs the directory for some seconds.
+
+    Raises:
+        InUse: if it needs more than `REPORT_S`.
+    """
+    folder, began_s, waiting = storage.join(directory, REPORT), time.monotonic(), False
     while LOCK in storage.names(folder):
         try:
             with locked(folder):
                 return
         except InUse:
+            if time.monotonic() - began_s > REPORT_S:
+                raise
             if not waiting:
                 log.info("waiting for a report that is drawn in %s", directory)
             waiting = True
             time.sleep(0.5)
-
-
-def trains(directory: str) -> bool:
-    """Returns whether a command trains the sweep in a directory now."""
-    if (record := SweepDir(directory).record()) is None or record.status != "running":
-        return False
-    try:
-        with locked(directory):
-            return False  # its driver was killed
-    except InUse:
-        return True
 
 
 def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str, dict[str, str]]:

@@ -85,7 +85,7 @@ class SweepState:
         paused: step -> trials that wait there for their promotion.
         best: the highest quality; None before the first trial has finished.
         front, hypervolume: of finished trials, each seed for itself.
-        spent_s: device-seconds.
+        spent_s: device-seconds, also of trials that run.
         left_s: wall time that the rest takes on the devices that run now; 0: unknown.
     """
 
@@ -106,6 +106,7 @@ class SweepRun:
     Attributes:
         queue: where every trial stands.
         retrained: how the retrained arms ended.
+        unpaid: arms that would have been trained again, had the budget held it.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class SweepRun:
         self.search = search
         self.watch = watch
         self.retrained: dict[str, Outcome] = {}
+        self.unpaid: list[str] = []
         self._predicted = set[Hashable]()
         self._directory = SweepDir.of(sweep.base)
         self._reports: dict[str, LineReader] = {}  # of running trials
@@ -236,7 +238,7 @@ class SweepRun:
             best=as_shown(self.sweep.quality, 1 - float(points[:, 1].min()))[1] if rows else None,
             front=int(pareto_front(points).sum()),
             hypervolume=hypervolume_2d(points, np.array([math.log10(highest), 1 - chance])),
-            spent_s=self.budget.spent_s,
+            spent_s=self.budget.spent_s + self.budget.held_s(),
             left_s=self.budget.remaining_s(states) / devices if known else 0.0,
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 from moe.config import Config, PositiveInt, did_you_mean
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
-from orchestrator.errors import UsageError
+from orchestrator.errors import BudgetExhausted, UsageError
 from orchestrator.frontier.points import Point
 from orchestrator.sweeps.build import TUNED, sweep_frontier
 from orchestrator.sweeps.driver import SweepOptions, trained_trials, with_data, working_in
@@ -22,7 +22,8 @@ from orchestrator.sweeps.preflight import preflight
 from orchestrator.sweeps.queue import RunToCompletion
 from orchestrator.sweeps.run import Watch
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.tracking.store import Tracking, open_store
+from orchestrator.tracking.lost import open_store
+from orchestrator.tracking.store import Tracking
 from orchestrator.training.cluster import connect
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.sweep_directory import SweepDir
@@ -244,7 +245,7 @@ def tune(
             reasons = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
             raise UsageError(f"{len(failures)} trials of {first.base.name} failed:{reasons}")
         if left:
-            raise UsageError(
+            raise BudgetExhausted(
                 f"Budget exhausted: {left} trials of {first.base.name}, the first round, not finished. Run"
                 " again with a larger `hours` or `usd` to continue"
             )

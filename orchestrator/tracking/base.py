@@ -26,6 +26,7 @@ from orchestrator.tracking.projection import (
     project_trials,
     reading,
 )
+from orchestrator.training import notice
 from orchestrator.training.measurements import measurement_ids
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.sweep_directory import SweepDir
@@ -33,6 +34,7 @@ from orchestrator.training.sweep_directory import SweepDir
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0  # between updates
+LOOK_S = 0.2  # between looks for a notice
 PATIENCE_S = 30.0  # without progress of the last update, at the end of a command; for failures of one kind
 AGAIN_S = 60.0  # until what was refused is tried again
 
@@ -235,8 +237,12 @@ class Following:
             self._say(line)
 
     def _work(self) -> None:
-        while not self._end.wait(EVERY_S):
-            self._update(live=True)
+        told, due_s = False, time.monotonic() + EVERY_S
+        while not self._end.wait(min(LOOK_S, EVERY_S)):
+            # After a notice the tracker hears first that this command ends: there may be no time for saving.
+            if (given := notice.given()) > told or time.monotonic() > due_s:
+                self._update(live=not given)
+                told, due_s = given, time.monotonic() + EVERY_S
         self._update(live=False)
 
     def _update(self, *, live: bool) -> None:

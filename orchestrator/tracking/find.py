@@ -20,11 +20,22 @@ PAGE = 1000
 
 def find_by_tag(tracking: Tracking, tag: str, value: str) -> list[Run]:
     """Returns the runs with that tag, oldest first, but empty runs last."""
+    runs = _search(tracking, f"tags.`{tag}` = '{value}'")
+    return sorted(runs, key=lambda run: not run.data.metrics and not run.data.params)
+
+
+def unfinished(tracking: Tracking) -> list[Run]:
+    """Returns the runs that MLflow shows as running."""
+    with mlflow_errors(tracking):
+        return _search(tracking, "attributes.status = 'RUNNING'")
+
+
+def _search(tracking: Tracking, query: str) -> list[Run]:
     runs, token = list[Run](), None
     while tracking.experiment_id:
         page = tracking.client.search_runs(
             [tracking.experiment_id],
-            f"tags.`{tag}` = '{value}'",
+            query,
             max_results=PAGE,
             order_by=["attributes.start_time ASC"],
             page_token=token,
@@ -32,12 +43,12 @@ def find_by_tag(tracking: Tracking, tag: str, value: str) -> list[Run]:
         runs += page
         if not (token := page.token):
             break
-    return sorted(runs, key=lambda run: not run.data.metrics and not run.data.params)
+    return runs
 
 
 def check_original(tracking: Tracking, directory: str) -> None:
     """Raises UsageError if the directory of a run or a sweep is a copy, and MLflow shows the original."""
-    if record := _record(directory):
+    if record := record_of(directory):
         with mlflow_errors(tracking):
             found = find_by_tag(tracking, KEY, record.key)
         for run in found:
@@ -51,7 +62,7 @@ def refuse_copy(tracking: Tracking, run: Run, key: str, directory: str) -> None:
         return  # a database that was copied along has runs of its own
     other = None
     with suppress(OSError, UsageError):
-        other = _record(was)
+        other = record_of(was)
     if other is None or other.key != key:
         return  # moved
     if not (storage.is_local(was) and storage.is_local(directory) and os.path.samefile(was, directory)):
@@ -61,7 +72,7 @@ def refuse_copy(tracking: Tracking, run: Run, key: str, directory: str) -> None:
         )
 
 
-def _record(directory: str) -> SweepRecord | RunRecord | None:
+def record_of(directory: str) -> SweepRecord | RunRecord | None:
     return SweepDir(directory).record() or RunDir(directory).record()
 
 

@@ -30,6 +30,7 @@ from sqlalchemy.exc import ArgumentError
 
 from orchestrator import storage
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.output import redact_uri as redact_uri
 from orchestrator.tasks import ClassificationConfig
 
 EXPERIMENT = "moe-frontier"
@@ -152,16 +153,6 @@ def open_tracking(uri: str, *, artifacts: str, experiment: str | None = None) ->
         return Tracking(uri, found, experiment, _has_models(client, uri, found))
 
 
-def open_store(root: str, uri: str | None = None, experiment: str | None = None) -> Tracking:
-    """The MLflow store of a storage. A database on a disk has its files on a disk: in the storage, or beside
-    itself, for MLflow knows other object storages than we do. Raises UsageError if it cannot be opened.
-    """
-    uri = store_uri(root, uri)
-    at = storage.absolute(root) if storage.is_local(root) else os.path.dirname(uri.removeprefix("sqlite:///"))
-    artifacts = Path(at, "mlartifacts").absolute().as_uri()  # in a plain path MLflow replaces %XX
-    return open_tracking(uri, artifacts=artifacts, experiment=experiment)
-
-
 def open_reader(uri: str) -> Tracking:
     """Opens an existing store. Raises UsageError as `open_tracking`, and if there is no store."""
     experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
@@ -226,20 +217,6 @@ def links(tracking: Tracking, address: str) -> list[tuple[str, str]]:
 @lru_cache(maxsize=8)
 def _client_of(uri: str) -> MlflowClient:
     return MlflowClient(uri)
-
-
-def redact_uri(uri: str) -> str:
-    """Returns the URI without its password, and without its query, which may contain a password."""
-    scheme, separator, rest = uri.partition("://")
-    if not separator or scheme in ("sqlite", "file"):
-        return uri
-    shown, _, query = rest.partition("?")
-    if "@" in query:  # the "?" may stand in a password, or the "@" in one of the query
-        return f"{scheme}://***"
-    user, at, place = shown.rpartition("@")
-    name, colon, _ = user.partition(":")
-    hidden = f"{name}:***" if colon else name
-    return f"{scheme}://{hidden}{at}{place}"
 
 
 @contextmanager
@@ -332,7 +309,7 @@ def _creating_alone(uri: str) -> Iterator[None]:
     with open(path, "w") as file:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                storage.lock_file(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:

@@ -3,14 +3,20 @@
 import logging
 import os
 import re
+import secrets
+import signal
 import socket
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import worker
+from ray._private import services, utils, worker
 
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.output import redact_uri
 
 CONNECT_S = 10.0
 # Where Ray's messages on dead processes turn into advice that fits every death, or into a dump of its state.
@@ -21,30 +27,96 @@ def connect(say: Callable[[str], None] = lambda line: None) -> None:
     """Joins the cluster of $RAY_ADDRESS or of this machine, else starts Ray here; once in a process.
 
     Args:
-        say: prints a line before Ray starts, which takes seconds.
+        say: prints a line before Ray starts, which takes seconds, and if a token is made for it.
 
     Raises:
-        UsageError: if no cluster answers.
+        UsageError: if no cluster answers, or Ray cannot start.
     """
     if ray.is_initialized():
         return
-    if (address := os.environ.get("RAY_ADDRESS", "")).startswith("http"):
+    address = os.environ.get("RAY_ADDRESS", "")
+    if "://" in address:
+        what = "is the address for `ray job submit`"
+        if not address.startswith("http"):  # ray:// of Ray Client
+            what = "is no address to train at; `ray job submit` takes the http:// address of the dashboard"
         raise UsageError(
-            f"RAY_ADDRESS={address} is the address for `ray job submit`: submit the command, as in"
+            f"RAY_ADDRESS={address} {what}: submit the command, as in"
             " `ray job submit --working-dir . -- python jobs/..`, or unset RAY_ADDRESS"
         )
     say("starting Ray, or joining the cluster of $RAY_ADDRESS or of this machine ..")
+    starts = False
     try:
         host, colon, port = address.rpartition(":")
         if colon and port.isdigit():  # Ray itself would try for minutes
-            socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), CONNECT_S).close()
-        ray.init(logging_level=logging.ERROR, log_to_driver=False)
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        if starts := services.canonicalize_bootstrap_address(None)  # pyright: ignore[reportArgumentType] is None:
+            _make_token(say)
+        with _deaf_to_hangup(), _without_passwords():
+            ray.init(logging_level=logging.ERROR, log_to_driver=False)
         _shorten_messages()
-    except (OSError, OverflowError, RuntimeError) as error:
-        raise UsageError(
-            f"no Ray cluster answers at {address or 'the address that this machine remembers'}"
-            f" ({reason_of(error)}): start it, or set RAY_ADDRESS=local for one that ends with this command"
-        ) from None
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        why = reason_of(error)
+        raise UsageError(_cannot_start(why) if starts else _cannot_join(address, why)) from None
+
+
+def _cannot_start(why: str) -> str:
+    return (
+        f"Ray cannot start here ({why}): it needs a folder with a short path and free space, which RAY_TMPDIR"
+        " may name, as /tmp; and a HOME that can be written to"
+    )
+
+
+def _cannot_join(address: str, why: str) -> str:
+    where = address or "the address that this machine remembers"
+    return (
+        f"no Ray cluster answers at {where} ({why}): start it, or set RAY_ADDRESS=local for one that ends"
+        " with this command"
+    )
+
+
+def _make_token(say: Callable[[str], None]) -> None:
+    """Makes the token of a cluster that starts here, unless there is one: Ray would make a file that every
+    user of this machine can read.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray/auth_token")
+    if path.exists():
+        if path.stat().st_uid == os.getuid() and path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+            say(f"{path}, the token of your Ray clusters, could be read by others: it is your own now")
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # which its owner alone can read
+        file.write(secrets.token_hex(32))
+        file.flush()
+        with suppress(FileExistsError):  # of another command, which began at the same time
+            os.link(file.name, path)
+            say(f"made the token of your Ray clusters: {path}")
+
+
+@contextmanager
+def _deaf_to_hangup() -> Iterator[None]:
+    """Lets the processes that are started in the block, and theirs, outlive the terminal: it sends SIGHUP to
+    all, and the command ends them once it has saved.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _without_passwords() -> Iterator[None]:
+    """Keeps passwords of URIs out of the command line of this driver that Ray's dashboard shows."""
+    module: Any = utils
+    whole = module.get_entrypoint_name
+    module.get_entrypoint_name = lambda: " ".join(map(redact_uri, whole().split(" ")))
+    try:
+        yield
+    finally:
+        module.get_entrypoint_name = whole
 
 
 def _shorten_messages() -> None:

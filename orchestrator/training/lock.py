@@ -4,6 +4,9 @@ On a local path the lock is one of the file system, which ends with the process.
 an object that its holder renews: a lease. Each write is conditional on the version of the one before, so of
 two processes one succeeds, and no two clocks are compared: a holder counts as dead if another process sees no
 new version for `LEASE_S` seconds of its own clock.
+
+Either way the file says who holds the lock, and is touched or written again as a sign of life; who releases
+it empties it. So `holder_of` tells at once who works in a directory, and who was killed there.
 """
 
 import fcntl
@@ -17,6 +20,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import IO, Any, NamedTuple
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
@@ -24,7 +28,8 @@ from orchestrator.storage import Version
 from orchestrator.training import notice
 from orchestrator.training.run_directory import LOCK
 
-IN_USE = "another process works in {}: wait for it, or end it"
+IN_USE = "another process works in {}{}: wait for it, or end it"
+TRIES = 20  # conditional writes that fail, although nobody else has written
 LEASE_S = 90.0  # a lease is renewed nine times in this time
 RELEASED = b"{}"
 
@@ -33,6 +38,53 @@ log = logging.getLogger(__name__)
 
 class InUse(UsageError):
     """Another process works in the directory."""
+
+
+class Holder(NamedTuple):
+    """Who holds the lock of a directory, or held it when it was killed."""
+
+    host: str
+    pid: int
+    lives: bool
+
+
+def holder_of(directory: str) -> Holder | None:
+    """Returns whose the lock of a directory is, without waiting for it or disturbing its holder; None if it
+    was released or never taken.
+
+    In an object storage a holder lives if it has renewed its lease within `LEASE_S`, as far as two clocks
+    agree. So it is on a local path for a holder on another machine whose lock this one does not see.
+    """
+    path = storage.join(directory, LOCK)
+    try:
+        content = storage.read_bytes(path)
+        recent = storage.age_s(path) < LEASE_S
+    except FileNotFoundError:
+        return None
+    said = _parsed(content)
+    lives = recent and "host" in said
+    if storage.is_local(directory):
+        lives = _is_locked(path) or (lives and said["host"] != socket.gethostname())
+    if not lives and "host" not in said:
+        return None
+    return Holder(said.get("host", ""), said.get("pid", 0), lives)
+
+
+def _is_locked(path: str) -> bool:
+    with storage.open_to_read(path) as file:
+        try:
+            storage.lock_file(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except UsageError:  # nothing can be locked, and so nobody works there
+            return False
+    return False
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    with suppress(ValueError):
+        return json.loads(content)
+    return {}
 
 
 @contextmanager
@@ -81,15 +133,50 @@ def _file_lock(directory: str, path: str) -> Iterator[None]:
     while not is_ours:
         storage.make_folder(directory)
         with open(path, "a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise InUse(IN_USE.format(directory)) from None
+            _take(file, directory)
             # Another process may have moved the directory aside after this one had opened the file.
             with suppress(FileNotFoundError):
                 is_ours = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
             if is_ours:
-                yield
+                with _signs_of_life(file):
+                    yield
+
+
+def _take(file: IO[str], directory: str) -> None:
+    """Locks the file. Raises InUse if another process has; one that only looks has it for no time."""
+    for patience_s in (0.05, 0.2, 0.0):
+        try:
+            return storage.lock_file(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(patience_s)
+    holder = holder_of(directory)
+    who = f" (process {holder.pid} on {holder.host})" if holder and holder.host else ""
+    raise InUse(IN_USE.format(directory, who))
+
+
+@contextmanager
+def _signs_of_life(file: IO[str]) -> Iterator[None]:
+    """Says in the locked file who has it, touches it from a thread, and empties it when the block ends."""
+    ended = threading.Event()
+
+    def touch() -> None:
+        while not ended.wait(LEASE_S / 9):
+            with suppress(OSError):
+                os.utime(file.fileno())
+
+    with suppress(OSError):  # of a full disk
+        file.truncate(0)
+        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        file.flush()
+    thread = threading.Thread(target=touch, daemon=True, name="lock")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with suppress(OSError):
+            file.truncate(0)
 
 
 @contextmanager
@@ -145,12 +232,13 @@ class _Lease:
 
     def take(self) -> None:
         """Makes this process the holder. Raises InUse if another process is, and lives."""
-        while True:
+        for _ in range(TRIES):
             try:
                 self._version = storage.write_if(self._path, self._content(), self._version)
                 return
             except FileExistsError:
                 self._version = self._free()
+        raise UsageError(self._unwritable())
 
     def renew(self) -> None:
         """Raises InUse if another process has taken over."""
@@ -159,8 +247,14 @@ class _Lease:
     def release(self) -> None:
         self._write(RELEASED)
 
+    def _unwritable(self) -> str:
+        return (
+            f"{self._path} could not be written {TRIES} times, though nobody else writes it: the storage has"
+            " no conditional writes, use another `storage`"
+        )
+
     def _write(self, content: bytes) -> None:
-        while True:
+        for _ in range(TRIES):
             try:
                 self._version = storage.write_if(self._path, content, self._version)
                 return
@@ -177,6 +271,7 @@ class _Lease:
                     f"another process has taken over {self._directory}, because this one was away for more"
                     f" than {LEASE_S:.0f} s: it stops, and writes nothing there any more"
                 )
+        raise OSError(self._unwritable())
 
     def _free(self) -> Version | None:
         """Waits until the lock can be taken, and returns its version; None if it is gone.
@@ -215,5 +310,10 @@ class _Lease:
         """Returns other bytes at each call, so that the version changes."""
         self._renewals += 1
         return json.dumps(
-            {"holder": self._holder, "host": socket.gethostname(), "renewals": self._renewals}
+            {
+                "holder": self._holder,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "renewals": self._renewals,
+            }
         ).encode()

@@ -1,7 +1,11 @@
 """A notice that this process will be ended soon: what trains in it saves and stops."""
 
+import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 _training = 0  # blocks that can save
 _given = False
@@ -45,7 +49,38 @@ def saving() -> Iterator[None]:
         _training -= 1
 
 
+@contextmanager
+def on_interrupt() -> Iterator[None]:
+    """While the block lasts, the first Ctrl-C, or stop button of a notebook, is a notice, and the second one
+    an interrupt. Changes nothing outside of the main thread, and where a command or a program of the user's
+    own handles Ctrl-C.
+    """
+    global _given
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        if _given or not give():
+            raise KeyboardInterrupt
+        say("saving; a second interrupt ends at once")
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _given = False  # the same process may train again
+
+
 def refuse() -> None:
     """Lets later notices end this process at once: what it trains belongs to another process."""
     global _training
     _training = -(1 << 30)
+
+
+def say(line: str) -> None:
+    """Prints to stderr, also in a signal handler, which may have interrupted another print."""
+    with suppress(OSError):  # nobody may read it
+        os.write(2, f"{line}\n".encode())

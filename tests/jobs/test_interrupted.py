@@ -2,11 +2,15 @@
 
 import json
 import os
+import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,7 @@ with command("waiting"):
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_command_says_how_to_go_on(sent):
     done = run_bare("-c", INTERRUPT, str(int(sent)))
     assert done.returncode == 128 + sent
@@ -78,11 +82,71 @@ with command("training", grace=float(sys.argv[2])), notice.saving():
             130,
             "SIGTERM: saving within 20 s; a second signal",
         ),
+        # A shell and its terminal each send one.
+        (0.1, 20, [signal.SIGHUP, signal.SIGHUP], 129, "Interrupted: a is saved at step 7."),
     ],
 )
 def test_the_first_signal_saves_and_the_second_ends(seconds, grace, signals, code, said):
     done = run_bare("-c", SAVES, str(seconds), str(grace), *(str(int(number)) for number in signals))
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+
+
+IGNORED = """
+import os, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from jobs._cli import command
+with command("training"):
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("goes on")
+"""
+
+
+def test_a_hangup_that_is_ignored_stays_so():
+    """As by `nohup`."""
+    done = run_bare("-c", IGNORED)
+    assert (done.returncode, "goes on" in done.stdout) == (0, True)
+
+
+PRINTS = """
+import sys
+from pathlib import Path
+from jobs._cli import command, print_table
+with command("training"):
+    for step in range(2000):
+        print(f"step {step} \u00d7", flush=True)
+        print(f"step {step} \u00d7", file=sys.stderr, flush=True)
+    print_table(["arm"], [["a \u00d7"]], title="\u00d7")
+    Path(sys.argv[1]).touch()
+    sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize(
+    "output", ["| head -n 1", "> /dev/full", ">&-", "2>&-", ">&- 2>&- <&-", "| head -n 1 2>&1"]
+)
+def test_no_print_decides_how_a_command_ends(output, code, tmp_path):
+    """A reader that has gone, a full disk, a stream that was closed before."""
+    words = shlex.join([sys.executable, "-c", PRINTS, str(tmp_path / "done"), str(code)])
+    bash = ["bash", "-c", f"{words} {output}; exit ${{PIPESTATUS[0]}}"]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(bash, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, (tmp_path / "done").exists()) == (code, True), done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_an_output_of_ascii_costs_characters_alone(tmp_path):
+    env = {"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS, str(tmp_path / "done"), "0"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert b"a ?" in done.stdout
 
 
 def start(home: Path, *command: str) -> subprocess.Popen[str]:
@@ -167,6 +231,94 @@ def test_a_sweep_saves_its_running_trials(tmp_path):
         resumed = [row["resumed"] for row in rows_in(file) if "resumed" in row]
         assert resumed == ([int(saved[arm])] if arm in saved else [])
         assert steps_in(file) == [*range(10, 401, 10)]
+
+
+STOP_BUTTON = """
+import os, signal, sys
+from pathlib import Path
+from orchestrator import RunConfig, TrainConfig, run_sweep, train
+from orchestrator.codec import override
+from orchestrator.plugins import function_of
+from orchestrator.sweeps.run import Watch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Press(Watch):
+    pressed = False
+    def report(self, name, step, metrics):
+        if not self.pressed and step >= 20:
+            self.pressed = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+sweep = function_of(sys.argv[1])()
+try:
+    run_sweep(sweep, progress=Press())
+except KeyboardInterrupt as interrupt:
+    print(interrupt)
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+print(train(RunConfig(name="after", train=TrainConfig(steps=5)), progress=False).status)
+"""
+
+
+@pytest.mark.smoke
+def test_the_stop_button_of_a_notebook_saves_the_trials_of_a_sweep(tmp_path):
+    """The kernel goes on: the next cell trains."""
+    sweep = tmp_path / "sweep.py"
+    sweep.write_text(SWEEP)
+    env = {"MOE_FRONTIER_HOME": str(tmp_path / "home"), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", STOP_BUTTON, f"{sweep}:make"],
+        cwd=ROOT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"small/trials/a is saved at step \d+", done.stdout), done.stdout
+    assert done.stdout.endswith("True\nfinished\n")
+
+
+@pytest.mark.smoke
+def test_a_closed_terminal_saves_the_trials_of_a_sweep(tmp_path):
+    """It sends SIGHUP to all that was started in it, Ray's processes too, and then takes no output."""
+    sweep, home = tmp_path / "sweep.py", tmp_path / "home"
+    sweep.write_text(SWEEP)
+    words = ["jobs/pareto_sweep.py", "--sweep", f"{sweep}:make", "--confirm", "0", "--grace", "90"]
+    env = {"MOE_FRONTIER_HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
+    code = tmp_path / "code"
+    ours, theirs = pty.openpty()
+    # `setsid --ctty` makes it the terminal of the shell; what a shell ends with is lost with its terminal.
+    line = f"trap '' HUP; (trap - HUP; exec {shlex.join([sys.executable, *words])}); echo $? > {code}"
+    shell = subprocess.Popen(
+        ["setsid", "--ctty", "bash", "-c", line],
+        cwd=ROOT,
+        env=os.environ | env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    threading.Thread(target=_read_all, args=(ours,), daemon=True).start()
+    try:
+        while max(steps_in(home / "small/trials/a/metrics.jsonl"), default=0) < 20:
+            assert shell.poll() is None
+            time.sleep(0.1)
+        os.close(ours)
+        shell.wait(300)
+    finally:
+        shell.kill()
+    assert code.read_text() == "129\n"
+    assert list(home.glob("small/trials/a/checkpoints/step-*"))
+    assert json.loads((home / "small/sweep.json").read_text())["status"] == "interrupted"
+    assert statuses(home) == {"KILLED"}
+
+
+def _read_all(terminal: int) -> None:
+    with suppress(OSError):
+        while os.read(terminal, 1 << 16):
+            pass
 
 
 SWEEP = f"""

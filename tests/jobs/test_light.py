@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from jobs._cli import with_flags
+from jobs._cli import OUT_OF_BUDGET, command, with_flags
 from jobs._main import OLD
+from orchestrator.errors import BudgetExhausted
 from orchestrator.sweeps import finetune
 from tests.jobs.bare import run_bare
 
@@ -101,3 +102,10 @@ def test_messages_of_the_library_name_flags_on_the_command_line() -> None:
     assert with_flags(said) == (
         "use another --name, or --fresh to start over; give more --budget-hours; `ray job submit`"
     )
+
+
+def test_a_budget_that_is_exhausted_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, command("training"):
+        raise BudgetExhausted("Run again with a larger `hours`")
+    assert ended.value.code == OUT_OF_BUDGET
+    assert capsys.readouterr().err == "error: Run again with a larger --budget-hours\n"

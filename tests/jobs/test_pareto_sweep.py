@@ -14,6 +14,7 @@ import torch
 from mlflow import MlflowClient
 
 from jobs import pareto_sweep, report
+from jobs._cli import OUT_OF_BUDGET
 from jobs._flags import parse
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
@@ -42,6 +43,18 @@ Call = Callable[..., tuple[str, str]]
 def command(cluster: None, empty_home: Path, tmp_path: Path) -> list[str]:
     (tmp_path / "small.py").write_text(SWEEP)
     return ["--sweep", f"{tmp_path}/small.py:make", "--confirm", "0", "--max-concurrent", "1"]
+
+
+@pytest.mark.smoke
+def test_an_exhausted_budget_has_an_exit_code_of_its_own(command: list[str], call: Call) -> None:
+    """The first trial is admitted, because nothing is known of its duration; it spends more than there is."""
+    command += ["--budget-hours", "1e-6"]
+    stopped, said = call(pareto_sweep.main, *command)
+    assert stopped == str(OUT_OF_BUDGET)
+    assert "Budget exhausted: 1 trials not finished." in said
+    assert "This sweep was stopped before its end." in said
+    stopped, _ = call(pareto_sweep.main, *command)
+    assert stopped == str(OUT_OF_BUDGET)
 
 
 def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from jobs._cli import check_file, check_out
 from orchestrator.errors import UsageError
-from orchestrator.tracking.store import open_store
+from orchestrator.tracking.lost import open_store
 
 
 @pytest.mark.parametrize(

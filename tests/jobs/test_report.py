@@ -1,5 +1,6 @@
 """`jobs/report.py` as a user runs it, on a sweep that is trained."""
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ import pytest
 
 from jobs import report
 from jobs._cli import UNSENT
-from orchestrator.sweeps import driver
+from orchestrator.sweeps import driver, publish
 from orchestrator.sweeps.publish import FILES, REPORT
 from orchestrator.training.lock import InUse, locked
 from orchestrator.training.sweep_directory import SweepDir
@@ -45,11 +46,15 @@ def test_a_sweep_whose_driver_was_killed_is_sent_and_one_that_trains_is_not(
     with locked(directory):
         _, printed = call(report.main, "--name", "tiny", "--tracking-uri", store)
     assert f"a command trains in {directory}" in printed
+    assert "This sweep is lost" not in printed
     _, printed = call(report.main, "--name", "tiny", "--tracking-uri", store)
     assert f"MLflow at {store} has all of {directory}" in printed
+    assert "This sweep is lost: its process was killed." in printed
+    assert "This sweep is lost" in (home / "tiny" / FILES[0]).read_text()
 
 
-def test_a_command_that_trains_waits_for_a_report(home: Path) -> None:
+def test_a_command_that_trains_waits_for_a_report(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not for ever."""
     directory = f"{home}/tiny"
 
     def begin() -> None:
@@ -63,6 +68,12 @@ def test_a_command_that_trains_waits_for_a_report(home: Path) -> None:
             assert not waiting.done()
         waiting.result()
     with locked(directory), pytest.raises(InUse):
+        begin()
+    monkeypatch.setattr(publish, "REPORT_S", 0.0)
+    with (
+        locked(f"{directory}/{REPORT}"),
+        pytest.raises(InUse, match=f"works in .*{REPORT} .process {os.getpid()} on"),
+    ):
         begin()
 
 

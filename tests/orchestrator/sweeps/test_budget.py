@@ -120,6 +120,19 @@ class Trials:
         tracker.record(job(state), finished() if outcome is None else outcome)
 
 
+def test_what_running_jobs_hold_is_counted(tmp_path: Path, clock: list[float]) -> None:
+    """Twice the seconds with two workers; nothing of a job that has ended."""
+    trials = Trials(tmp_path, clock)
+    tracker = trials.tracker()
+    one, two = trials.make("one", 1e9), trials.make("two", 1e9, workers=2)
+    tracker.begin(job(one))
+    tracker.begin(job(two))
+    clock[0] += 10
+    assert (tracker.spent_s, tracker.held_s()) == (0, 30)
+    tracker.record(job(two), finished())
+    assert (tracker.spent_s, tracker.held_s()) == (20, 10)
+
+
 def save_at(state: TrialState, step: int) -> None:
     """A checkpoint of the trial."""
     saved = Path(folder_of(RunDir.of(state.trial.run).checkpoints, step))

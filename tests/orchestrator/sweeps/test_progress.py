@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_pace_is_that_since_the_first_report(clock):
     """Starting took 50 s, which say nothing about steps: 20 steps in 10 s, 60 to go."""
     pace = RunProgress(100)
-    assert str(pace) == "starting"
+    assert str(pace) == "training, no report yet"
     clock[0] = 50
     pace.report(20, {"perf/images_per_s": 80.0})
     assert str(pace) == "step 20/100, 80 images/s"
@@ -48,9 +48,9 @@ def test_a_trial_that_stands_still_is_named(clock):
         if still := pace.still():
             said[clock[0]] = still
     assert said == {
-        90: "no report for 90 s: starting",
-        180: "no report for 3 min: starting",
-        360: "no report for 6 min: starting",
+        90: "training, no report yet, for 90 s",
+        180: "training, no report yet, for 3 min",
+        360: "training, no report yet, for 6 min",
     }
     pace.report(20, {"perf/images_per_s": 80.0})
     for clock[0] in (600, 900, 1200):

@@ -1,10 +1,21 @@
-"""What Ray prints on the terminal of a command."""
+"""How a command finds or starts Ray, and what Ray prints on its terminal and keeps of its environment."""
 
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
-from ray._private import worker
+import pytest
+from ray._private import utils, worker
+from ray.tune.execution.class_cache import _ActorClassCache
 
+from orchestrator.sweeps import engine
 from orchestrator.training import cluster
+
+CONNECT = "from orchestrator.training import cluster; cluster.connect()"
+LONG = "/tmp/" + "scratch_of_a_job_" * 6
 
 
 def test_a_dead_process_is_one_sentence(monkeypatch):
@@ -24,3 +35,70 @@ def test_a_dead_process_is_one_sentence(monkeypatch):
         "Raylet is terminated. Termination is unexpected",
         "A worker died. Worker exit detail: End of file",
     ]
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (
+            {"RAY_ADDRESS": "ray://127.0.0.1:10001"},
+            "RAY_ADDRESS=ray://127.0.0.1:10001 is no address to train at",
+        ),
+        ({"RAY_ADDRESS": "local", "HOME": "/proc/none"}, "Ray cannot start here ("),
+        ({"RAY_ADDRESS": "local", "RAY_TMPDIR": "/proc/none"}, "RAY_TMPDIR may name"),
+        ({"RAY_ADDRESS": "local", "TMPDIR": LONG}, "AF_UNIX path length cannot exceed"),
+    ],
+)
+def test_where_ray_cannot_start_or_train(env: dict[str, str], said: str, tmp_path: Path) -> None:
+    """It is not said that no cluster answers."""
+    own = {"RAY_AUTH_TOKEN_PATH": "", "HOME": str(tmp_path), **env}
+    done = subprocess.run(
+        [sys.executable, "-c", CONNECT],
+        env={name: value for name, value in (os.environ | own).items() if value},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("orchestrator.errors.UsageError: ")
+    assert said in line
+    assert "no Ray cluster answers" not in line
+
+
+@pytest.mark.parametrize("mode", [None, 0o644, 0o600])
+def test_rays_token_is_its_owners_alone(
+    mode: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, said = tmp_path / "ray/auth_token", list[str]()
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        path.parent.mkdir()
+        path.write_text("of old")
+        path.chmod(mode)
+    cluster._make_token(said.append)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(path.read_text()) == (64 if mode is None else 6)
+    assert [str(path) in line for line in said] == ([] if mode == 0o600 else [True])
+
+
+def test_ray_is_told_no_password_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dashboard shows the command line of each driver."""
+    line = "python jobs/train.py --tracking-uri http://team:secret@host:5000"
+    monkeypatch.setattr(utils, "get_entrypoint_name", lambda: line)
+    with cluster._without_passwords():
+        assert utils.get_entrypoint_name() == line.replace("secret", "***")
+    assert utils.get_entrypoint_name() == line
+
+
+def test_a_trial_has_no_key_in_its_runtime_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"):
+        monkeypatch.setenv(name, "planted")
+    assert engine.train_trial
+
+    class Trainable:
+        pass
+
+    options = _ActorClassCache().get(Trainable)._default_options
+    assert "planted" not in str(options["runtime_env"])

@@ -1,0 +1,46 @@
+"""The state that a run or a sweep is in, from its directory alone."""
+
+from typing import Literal
+
+from orchestrator.training.lock import Holder, holder_of
+from orchestrator.training.run_directory import RunDir, Status, kind_of
+from orchestrator.training.sweep_directory import SweepDir
+
+# running   a process works there, and gives signs of life
+# lost      a process worked there, and ended without a word: it was killed, or its machine is gone
+# stopped   interrupted, or out of its budget: the same command continues
+# finished  it has reached its end
+# failed    so it has, and it or one of its trials failed or diverged
+State = Literal["running", "lost", "stopped", "finished", "failed"]
+
+_OF_RUN: dict[Status, State] = {
+    "running": "running",
+    "finished": "finished",
+    "diverged": "failed",
+    "failed": "failed",
+    "stopped": "stopped",
+    "interrupted": "stopped",
+}
+
+
+def directory_state(directory: str) -> State | None:
+    """Returns the state of the run, the sweep or the trial in a directory; None if there is none of them."""
+    holder = owner_of(directory)
+    lives = bool(holder and holder.lives)
+    if (sweep := SweepDir(directory).record()) is not None:
+        if lives:
+            return "running"
+        own: State = "stopped" if sweep.status == "interrupted" else sweep.status
+        return "lost" if own == "running" else own
+    if not kind_of(directory):
+        return None
+    own = _OF_RUN[RunDir(directory).state(live=lives).status]
+    return "lost" if own == "stopped" and holder else own
+
+
+def owner_of(directory: str) -> Holder | None:
+    """Returns the process that works in a directory, or was killed there; of a trial, that of its sweep."""
+    if holder := holder_of(directory):
+        return holder
+    sweep = directory.rsplit("/", 2)[0]
+    return holder_of(sweep) if kind_of(sweep) == "sweep" else None
