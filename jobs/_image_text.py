@@ -35,6 +35,7 @@ def evaluate_zero_shot(
 
     names, record, reports = read_class_names(file), Record(on.places), []
     for model in with_text(references, on):
+        model = model.in_groups(point.images_per_group)
         path = on.path(model)
         here = names.for_data(path)
         read = partial(images_of, model, path=path, split=on.split, batch_size=on.batch_size, fields={})
