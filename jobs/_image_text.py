@@ -151,7 +151,7 @@ def with_text(references: Sequence[str], on: Evaluation) -> list[ModelRef]:
     models = models_of(references, on.places)
     for model in models:
         try:
-            text_of(model.run.model)
+            text_of(model.run.model).tokenizer.check_known()
         except ValueError as error:
             raise UsageError(f"{model.name}: {error}") from None
     return models
