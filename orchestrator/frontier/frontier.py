@@ -234,8 +234,8 @@ def _of_groups(frontier: Frontier) -> str:
     else:
         measured = f"With each image routed by itself it is not measured: evaluate.py, routing.{TOGETHER}=1."
     return (
-        "Arms that route several images together answer an image by its neighbours too: their"
-        f" {axis_title(frontier.quality_name)} is that of these images in their order. {measured}"
+        "Arms that route several images together answer an image by its neighbours too: their quality is that"
+        f" of these images in their order. {measured}"
     )
 
 
