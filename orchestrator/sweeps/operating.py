@@ -149,8 +149,10 @@ def _operating(trained: Point, name: str, seeds: Sequence[PointRow], frontier: F
 
 def _group_in(name: str) -> dict[str, float]:
     """The number of images that the point of this name routes together; empty if it is that of training."""
-    found = [part.removeprefix(f"{TOGETHER}=") for part in name.split() if part.startswith(f"{TOGETHER}=")]
-    return {TOGETHER: float(number) for number in found}
+    settings: dict[str, str] = {}
+    for part in name.split():
+        field, _, settings[field] = part.partition("=")
+    return {TOGETHER: float(settings[TOGETHER])} if TOGETHER in settings else {}
 
 
 def _how_timed(rows: Sequence[PointRow]) -> str:
