@@ -23,7 +23,7 @@ MODEL = (
 MODELS = f"{MODEL}, or sweep:NAME for its finished trials"
 POINT = (
     "routing.k=1, routing.capacity=0.3, routing.priority=none|max|sum, routing.experts=2 (the best 2 of each"
-    " group) or [0,5] (these), routing.random_blocks=[1]"
+    " group) or [0,5] (these), routing.images_per_group=1, routing.random_blocks=[1]"
 )
 
 

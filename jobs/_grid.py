@@ -97,7 +97,8 @@ def why_not_in(model: ModelRef, batch_size: int) -> str | None:
     if batch_size % together == 0:
         return None
     return (
-        f"--batch-size {batch_size}: it routes {together} images together, and needs a multiple of {together}"
+        f"--batch-size {batch_size}: it routes {together} images together, and needs a multiple of"
+        f" {together}; --set routing.images_per_group=1 routes each by itself"
     )
 
 

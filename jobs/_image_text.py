@@ -35,6 +35,7 @@ def evaluate_zero_shot(
 
     names, record, reports = read_class_names(file), Record(on.places), []
     for model in with_text(references, on):
+        model = model.in_groups(point.images_per_group)
         path = on.path(model)
         here = names.for_data(path)
         read = partial(images_of, model, path=path, split=on.split, batch_size=on.batch_size, fields={})
@@ -150,7 +151,7 @@ def with_text(references: Sequence[str], on: Evaluation) -> list[ModelRef]:
     models = models_of(references, on.places)
     for model in models:
         try:
-            text_of(model.run.model)
+            text_of(model.run.model).tokenizer.check_known()
         except ValueError as error:
             raise UsageError(f"{model.name}: {error}") from None
     return models

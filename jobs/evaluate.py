@@ -201,10 +201,9 @@ def possible_at(point: RoutingOverrides, models: list[ModelRef], batch_size: int
     """
     from orchestrator.evaluation.points import why_impossible
 
-    def why_not(model: ModelRef) -> str | None:
-        return why_impossible(model.run.model, point) or why_not_in(model, batch_size)
-
-    return without_refused(models, why_not)
+    models = without_refused(models, lambda model: why_impossible(model.run.model, point))
+    models = [model.in_groups(point.images_per_group) for model in models]
+    return without_refused(models, lambda model: why_not_in(model, batch_size))
 
 
 def evaluate_model(

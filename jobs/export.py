@@ -49,6 +49,12 @@ class ExportFlags:
         "who reads it: a folder for timm or transformers, if the model is dense; a folder that MLflow serves;"
         " a file of torch.export (.pt2); a file of ONNX (.onnx), which needs moe-frontier[export]",
     )
+    images_per_group: int | None = flag(
+        None,
+        "route so many images together, a divisor of the number in training; 1: each by itself, so that no"
+        " answer depends on other images. evaluate.py --set routing.images_per_group=1 says how good it is",
+        least=1,
+    )
     ema: bool = flag(False, "write the average over the run's updates (train.ema) as the weights")
     list: bool = flag(False, "print step, quality, size and state of each checkpoint")
     fresh: bool = flag(False, "replace an earlier export at --out")
@@ -78,6 +84,8 @@ class ExportFlags:
             raise UsageError("--list and --step take one model; name the folders of checkpoints instead")
         if self.ema and (self.averages() or self.list or self.format != "moe"):
             raise UsageError("--ema takes one run, and --format moe: write its average first, then others")
+        if self.images_per_group and (self.averages() or self.list):
+            raise UsageError("--images-per-group takes one model: write the average first, then others")
         if self.averages() and self.format != "moe":
             raise UsageError(f"--format {self.format} takes one model: write the average first, then that")
         ending = {"torch": ".pt2", "onnx": ".onnx"}.get(self.format)
@@ -149,7 +157,7 @@ def export(flags: ExportFlags) -> None:
         check_file("--out", out)
     elif storage.is_local(out):
         check_out(out, own=(WEIGHTS,), apart=(directory.removesuffix("/checkpoints"),))
-    weights.export(location, out, ema=flags.ema, fresh=flags.fresh)
+    weights.export(location, out, ema=flags.ema, images_per_group=flags.images_per_group, fresh=flags.fresh)
     print_exported(out, out if is_file else storage.join(out, WEIGHTS))
 
 
@@ -173,7 +181,7 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
 
     assert flags.out
     out = storage.absolute(flags.out)
-    source = read_model(location)
+    source = read_model(location).in_groups(flags.images_per_group)
     if not source.run.model.image_size:
         raise UsageError(f"--format {flags.format} takes models of images, and {source.name} reads none")
     if flags.format == "timm" or flags.format == "huggingface":
@@ -199,7 +207,12 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
     write = graphs.write_onnx if flags.format == "onnx" else graphs.write_program
     off, group = write(model, out, source.signature), model.config.images_per_group
     said = f"largest difference {off:.1e} of the largest output, on random images"
-    print(f"{out}: images (B, 3, H, W) in -1..1, B a multiple of {group}; {said}")
+    print(f"{out}: images (B, 3, H, W) in -1..1, any B; {said}")
+    if group > 1:
+        print(
+            f"  {group} consecutive images are routed together, and an answer depends on them;"
+            " --images-per-group 1 writes a graph that routes each by itself"
+        )
     print(f"its metadata `signature`, JSON: {source.signature}")
 
 

@@ -375,13 +375,18 @@ def print_frontier(frontier: Frontier) -> None:
 
     listed = sorted(zip(frontier.all_points, frontier.statuses(), strict=True), key=lambda each: each[0].cost)
     doubt = {"frontier, knee": f" ({frontier.doubt})" if frontier.doubt else ""}
+    several = any(point.together > 1 for point in frontier.all_points)
     rows = [
-        (p.arm, p.quality_text, f"{p.cost:.3g}", f"{p.size:g}", status + doubt.get(status, ""))
+        (
+            *(p.arm, p.quality_text, f"{p.cost:.3g}", f"{p.size:g}"),
+            *([str(p.together)] if several else []),
+            status + doubt.get(status, ""),
+        )
         for p, status in listed
     ]
     size = "slots/token" if frontier.size_title == SIZE_TITLE else frontier.size_title
     name = IN_BITS.get(frontier.quality_name, frontier.quality_name)
-    columns = ("arm", name, frontier.cost_name, size, "status")
+    columns = ("arm", name, frontier.cost_name, size, *(["images together"] if several else []), "status")
     title = f"{frontier.name}: {frontier.subtitle} Hypervolume {frontier.hypervolume:.4f}."
     print_table(columns, rows, title=title, left=len(columns))
     for name, quality in frontier.baselines.items():
@@ -389,8 +394,8 @@ def print_frontier(frontier: Frontier) -> None:
         print(f"{name}: {frontier.quality_name} {quality:.4f}{unbeaten}")
     for claim in frontier.claims:
         print(f"{claim}: {check_claim(claim, frontier.points)}")
-    if frontier.note:
-        print(frontier.note)
+    for note in frontier.notes:
+        print(note)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def class_names(flags: PredictFlags, model: ModelRef) -> ClassNames | None:
     if flags.features or not (classes or given):
         return None
     try:
-        text_of(model.run.model)
+        text_of(model.run.model).tokenizer.check_known()
         names = ClassNames(classes=classes, templates=flags.template or getattr(task, "templates", ()))
         check_names(names.classes, names.templates)
     except ValueError as error:

@@ -5,6 +5,7 @@ Conventions differ by factors of two between the papers, so each cost has its co
 backward at one FLOP per MAC (its exaFLOP), ``6mac`` at two (V-MoE table 2).
 """
 
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -47,7 +48,7 @@ def forward_gflops_2mac(config: ModelConfig, overrides: RoutingOverrides = AS_TR
     Raises ValueError if the router refuses the overrides.
     """
     if config.moe:
-        config = config.with_router(config.moe.router.eval_config())
+        config = config.with_moe(replace(config.moe, router=config.moe.router.eval_config()))
     return 2 * sum(config.macs(overrides).values()) / 1e9
 
 

@@ -56,6 +56,15 @@ class MoEConfig(Config):
                 f"layers must be every_2, last_<n>, last_<n>_odd or block indices, got {self.layers!r}"
             )
 
+    def at_point(self, overrides: RoutingOverrides) -> "MoEConfig":
+        """Returns the config with the overrides. Raises ValueError if the router has no such setting, refuses
+        the value, or groups do not divide into smaller ones.
+        """
+        images = overrides.images_per_group or self.images_per_group
+        if self.images_per_group % images:
+            raise ValueError(f"images_per_group={images} does not divide the model's {self.images_per_group}")
+        return replace(self, router=overrides.apply(self.router), images_per_group=images)
+
     def blocks(self, depth: int) -> tuple[int, ...]:
         """Indices of the MoE blocks of a model with `depth` blocks. Raises ValueError if there is no such
         block, or a block lies outside the model."""
@@ -155,17 +164,18 @@ class MoELayer(nn.Module):
             raise ValueError(f"tokens must be (B, S, D={self.dim}), got {tuple(x_BSD.shape)}")
         B, tokens, _ = x_BSD.shape
         valid_B = x_BSD.new_ones(B) if valid_B is None else valid_B
-        if B % self.images_per_group:
-            raise ValueError(f"images_per_group={self.images_per_group} does not divide a batch of {B}")
-        G = B // self.images_per_group
-        x_GSD = x_BSD.reshape(G, self.images_per_group * tokens, -1)
+        together = overrides.images_per_group or self.images_per_group
+        if B % together:
+            raise ValueError(f"images_per_group={together} does not divide a batch of {B}")
+        G = B // together
+        x_GSD = x_BSD.reshape(G, together * tokens, -1)
         valid_GS = valid_B.unsqueeze(1).expand(-1, tokens).reshape(x_GSD.shape[:2])
         keys_GS = random_GS = None
         if keys_B is not None and self.uses_keys:
             keys_GS = split(mix(keys_B, self.salt), tokens).view(valid_GS.shape)
         if overrides.random_blocks and self.block in overrides.random_blocks:
             # Evaluation has no keys: the position in the batch seeds the random logits.
-            first = overrides.first_group * self.images_per_group
+            first = overrides.first_group * together
             random_B = torch.arange(first, first + B, device=x_BSD.device) if keys_B is None else keys_B
             random_GS = split(mix(random_B, ~self.salt), tokens).view(valid_GS.shape)
         if overrides.subset_seed is not None:
@@ -186,6 +196,14 @@ class MoELayer(nn.Module):
             keys_BS = None if keys_GS is None else mix(keys_GS.reshape(B, tokens), SHARED_SALT)
             y_BSD = y_BSD + self.shared(x_BSD, keys_BS)
         return (y_BSD, routing) if return_routing else y_BSD
+
+
+def filled(rows: Tensor, group: int) -> Tensor:
+    """Returns whole groups of rows: these, and zeros behind them. An exported graph knows that they are
+    whole, of any number of rows.
+    """
+    whole = group * ((rows.shape[0] + group - 1) // group)
+    return torch.slice_scatter(rows.new_zeros(whole, *rows.shape[1:]), rows, 0, 0, rows.shape[0])
 
 
 def in_own_precision(device: str) -> AbstractContextManager[Any]:

@@ -12,13 +12,12 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.config import Family
 from moe.experts import is_expert
 from moe.init import init_weights, set_unsaved
-from moe.layer import MoEConfig, MoELayer
+from moe.layer import MoEConfig, MoELayer, filled
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routing import Router, RouterConfig, Routing
 from moe.trace import Activations, trace
@@ -153,15 +152,14 @@ class ModelConfig(Family, ABC, default="vit"):
         return overrides.num_kept(config.moe.num_experts) * config.slots() / config.moe.images_per_group
 
     def at_point(self, overrides: RoutingOverrides) -> Self:
-        """Returns the config with the overrides of k, capacity and priority. Raises ValueError if the router
-        has no such setting, or refuses the value.
+        """Returns the config with the overrides of k, capacity, priority and images per group. Raises
+        ValueError if there is no such setting, or its value is refused.
         """
-        return self.with_router(overrides.apply(self.moe.router)) if self.moe else self
+        return self.with_moe(self.moe.at_point(overrides)) if self.moe else self
 
-    def with_router(self, router: RouterConfig) -> Self:
-        """Returns the config with another router; it has one."""
-        assert self.moe
-        return replace(self, moe=replace(self.moe, router=router))
+    def with_moe(self, moe: MoEConfig) -> Self:
+        """Returns the config with other MoE layers; it has some."""
+        return replace(self, moe=moe)
 
     def check_overrides(self, overrides: RoutingOverrides) -> None:
         """Raises ValueError if there is no routing to override, or `random_blocks` are not MoE blocks."""
@@ -332,17 +330,22 @@ class Model(nn.Module, ABC, Generic[C]):
         return [self(images, valid_B, routing_overrides=point).heads for point in points]
 
     def whole_groups(
-        self, images: Tensor, valid_B: Tensor | None, keys_B: Tensor | None = None
+        self,
+        images: Tensor,
+        valid_B: Tensor | None,
+        keys_B: Tensor | None = None,
+        overrides: RoutingOverrides = AS_TRAINED,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Pads images, mask and keys to whole routing groups. Raises ValueError for images of another
         shape.
         """
         self.config.check_images(images)
         valid_B = images.new_ones(images.shape[0]) if valid_B is None else valid_B
-        missing = -images.shape[0] % self.config.images_per_group
-        if missing:
-            images, valid_B = F.pad(images, (0, 0) * 3 + (0, missing)), F.pad(valid_B, (0, missing))
-            keys_B = keys_B if keys_B is None else F.pad(keys_B, (0, missing))
+        group = overrides.images_per_group or self.config.images_per_group
+        # In exported graphs, whose number of images is free, this is no branch.
+        if group > 1 and (torch.compiler.is_exporting() or images.shape[0] % group):
+            images, valid_B = filled(images, group), filled(valid_B, group)
+            keys_B = None if keys_B is None else filled(keys_B, group)
         return images, valid_B, keys_B
 
     def through(

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from moe.config import Config
+from moe.config import Config, PositiveInt
 from moe.init import mix, split, uniform
 
 Priority = Literal["none", "max", "sum", "weight"]
@@ -28,6 +28,8 @@ class RoutingOverrides(Config):
             group (algorithm 1 of Implicit Bias in Soft MoE), or a tuple of experts; None: all experts.
         subset_seed: draws as many `experts` at random instead, for each layer and each group by its place in
             the batch: the baseline of algorithm 1 (section 4.4).
+        images_per_group: routes so many images together, a divisor of the model's own number. With 1 no
+            answer depends on other images.
         random_blocks: indices of MoE blocks whose router is replaced by random logits, N(0, 1) per token.
         first_group: how many groups of the batch lie on the ranks before this one, so that what is drawn by
             the place in the batch does not depend on the number of ranks.
@@ -38,6 +40,7 @@ class RoutingOverrides(Config):
     priority: Priority | None = None
     experts: int | tuple[int, ...] | None = None
     subset_seed: int | None = None
+    images_per_group: PositiveInt | None = None
     random_blocks: tuple[int, ...] = ()
     first_group: int = 0
 

@@ -71,8 +71,12 @@ class TokenizerConfig(Family, ABC, default="words"):
     def pieces(self, text: str) -> list[int]:
         """Returns the ids of a text, whole and without `END`."""
 
+    def check_known(self) -> None:
+        """Raises ValueError if it is no tokenizer of any texts."""
+
     def encode(self, texts: Sequence[str], length: int) -> Tensor:
-        """Cleans texts, and returns their ids, (texts, length)."""
+        """Cleans texts, and returns their ids, (texts, length). Raises ValueError as `check_known`."""
+        self.check_known()
         rows = [padded(self.pieces(text), length) for text in texts]
         return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), length)
 
@@ -99,6 +103,13 @@ class WordsConfig(TokenizerConfig):
 
     def size(self) -> int:
         return FIRST + len(_numbers(self.vocabulary))
+
+    def check_known(self) -> None:
+        if not self.vocabulary:
+            raise ValueError(
+                "its tokenizer knows no words: weights from elsewhere come without one, and such a model"
+                " embeds tokens alone (`moe.models.two_towers.ImageText`)"
+            )
 
     def pieces(self, text: str) -> list[int]:
         numbers = _numbers(self.vocabulary)

@@ -287,7 +287,7 @@ class Astroformer(Model[AstroformerConfig]):
         return_routings: bool = False,
     ) -> Output:
         B = images.shape[0]
-        images, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B)
+        images, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B, routing_overrides)
         x, aux, stats, routings = self.through(
             self.stem(images, valid_B), valid_B, keys_B, routing_overrides, return_stats, return_routings
         )

@@ -19,7 +19,6 @@ from moe.model import Model, ModelConfig, Output, begins_so, unit_shapes
 from moe.models.text import TextConfig
 from moe.models.vit import ViTConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routing import RouterConfig
 from moe.trace import Activations
 
 TEXT_SALT = 1 << 20  # of keys for the noise of the text tower; smaller salts are blocks'
@@ -100,10 +99,10 @@ class TwoTowersConfig(ModelConfig):
     def size(self) -> str:
         return f"{self.image.size()}-text-{self.text.size()}"
 
-    def with_router(self, router: RouterConfig) -> "TwoTowersConfig":
+    def with_moe(self, moe: MoEConfig) -> "TwoTowersConfig":
         if self.routed() is self.image:
-            return replace(self, image=self.image.with_router(router))
-        return replace(self, text=self.text.with_router(router))
+            return replace(self, image=self.image.with_moe(moe))
+        return replace(self, text=self.text.with_moe(moe))
 
     def macs(self, overrides: RoutingOverrides = AS_TRAINED) -> dict[str, float]:
         image, text = self._overrides(overrides)

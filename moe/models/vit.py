@@ -314,7 +314,7 @@ class ViT(Model[ViTConfig]):
         return_routings: bool = False,
     ) -> Output:
         B = images.shape[0]
-        images, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B)
+        images, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B, routing_overrides)
         x_BSD = self.embedded(images)
         if self.config.dropout and keys_B is not None:
             keys_BS = split(mix(keys_B, DROPOUT_SALT - 1), x_BSD.shape[1])

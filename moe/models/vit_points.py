@@ -39,7 +39,8 @@ def at_points(
         """Returns the settings of a point in a block. Points with equal settings have equal outputs there."""
         assert model.config.moe
         router = point.apply(model.config.moe.router.eval_config())
-        return router, point.experts, point.subset_seed, block in point.random_blocks
+        drawn = point.subset_seed, block in point.random_blocks
+        return router, point.experts, point.images_per_group, drawn
 
     def run_from(x_BSD: Tensor, first: int, members: list[int]) -> None:
         """Runs the blocks from `first` on for the points with the indices `members`."""

@@ -19,6 +19,7 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 
 CARD, PREPROCESSOR = "README.md", "preprocessor_config.json"
+TRAINED_GROUP = "trained_images_per_group"  # in the metadata of a model that routes fewer images together
 RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 
 
@@ -65,7 +66,7 @@ def model_card(
             f"{train.steps} steps of {run.data.batch_size} images, learning rate {train.lr:g}"
             f" ({train.schedule.kind}), {train.optimizer.kind}, seed {train.seed}.",
         ],
-        "Results": _results(run, metrics),
+        "Results": _results(run, metrics, metadata),
         "Cost": [
             f"- {num_params(model):,} parameters, {round(num_active_params(model)):,} of them per token",
             f"- {forward_gflops_2mac(model):.4g} GFLOP per image (a multiply-add is two)",
@@ -131,8 +132,13 @@ def _data(run: RunConfig) -> list[str]:
     return [f"`{name}`: {counts}, {len(manifest.classes)} classes; SHA-256 `{manifest.digest()}`."]
 
 
-def _results(run: RunConfig, metrics: Mapping[str, float]) -> list[str]:
+def _results(run: RunConfig, metrics: Mapping[str, float], metadata: Mapping[str, str]) -> list[str]:
     """The metrics of a single training, and the error of an accuracy on so many images."""
+    if TRAINED_GROUP in metadata:
+        return [
+            f"Not measured: training and validation routed {metadata[TRAINED_GROUP]} images together, and"
+            f" this model routes {run.model.images_per_group}. `evaluate.py` measures it."
+        ]
     if not metrics:
         return ["Not measured at this step."]
     try:

@@ -17,7 +17,7 @@ from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import find_checkpoint
 from orchestrator.checkpoint.start import Classes, start_from
-from orchestrator.checkpoint.weights import read_metadata, signature_of_run
+from orchestrator.checkpoint.weights import in_groups, read_metadata, signature_of_run
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.preparation import Preparation
@@ -50,6 +50,15 @@ class ModelRef:
     def preparation(self) -> Preparation:
         """The preparation of the images that it learned from, and so of any that it is given."""
         return Preparation.of(self.signature)
+
+    def in_groups(self, images: int | None) -> "ModelRef":
+        """Returns the model with so many images routed together, which divide its own number; None: as it is.
+
+        Raises:
+            UsageError: if they do not, or the model is dense.
+        """
+        run, signature = in_groups(self.run, self.signature, images)
+        return replace(self, run=run, signature=signature)
 
     def load(self, device: torch.device | None = None) -> Model:
         """Returns the model in evaluation mode, and sets torch's number of threads for it.

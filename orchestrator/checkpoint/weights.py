@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe.load import CONFIG, WEIGHTS
+from moe.overrides import RoutingOverrides
 from moe.signature import SIGNATURE, Signature, read_signature
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.card import CARD, PREPROCESSOR, model_card, preprocessor
+from orchestrator.checkpoint.card import CARD, PREPROCESSOR, TRAINED_GROUP, model_card, preprocessor
 from orchestrator.checkpoint.files import (
     EMA,
     OPTIMIZER,
@@ -127,14 +129,22 @@ def write_file(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
         temporary.unlink(missing_ok=True)
 
 
-def export(location: str, out: str, *, ema: bool = False, fresh: bool = False) -> None:
+def export(
+    location: str,
+    out: str,
+    *,
+    ema: bool = False,
+    images_per_group: int | None = None,
+    fresh: bool = False,
+) -> None:
     """Writes the weights of a checkpoint, as `find_checkpoint` finds it, bit for bit: see `write_export`.
 
     ema: writes the average of the weights in their place; weights that were not trained are its own.
+    images_per_group: see `in_groups`; metrics were measured in the model's own groups, and are left out.
 
     Raises:
         UsageError: if `out` is not local, or exists and is not to be replaced (`fresh`); if there is no
-            average.
+            average; as `in_groups`.
         OSError: if reading or writing fails.
     """
     check_export(out, fresh=fresh)
@@ -157,7 +167,29 @@ def export(location: str, out: str, *, ema: bool = False, fresh: bool = False) -
     metrics = {n.replace(measured, "val/"): value for n, value in metrics.items() if n.startswith(measured)}
     known = source.manifest.signature
     signature = read_signature(known) if known else signature_of_run(run)
+    trained = run.model.images_per_group
+    run, signature = in_groups(run, signature, images_per_group)
+    if run.model.images_per_group != trained:
+        more[TRAINED_GROUP], metrics = str(trained), {}
     write_export(out, tensors, run, signature=signature, more=more, metrics=metrics, fresh=fresh)
+
+
+def in_groups(run: RunConfig, signature: Signature, images: int | None) -> tuple[RunConfig, Signature]:
+    """Returns the config and the signature of a trained model with so many images routed together, which
+    divide its own number; None: as they are. Routers have no weights that depend on it.
+
+    Raises:
+        UsageError: if they do not, or the model is dense.
+    """
+    if images is None:
+        return run, signature
+    point = RoutingOverrides(images_per_group=images)
+    try:
+        run.model.check_overrides(point)
+        run = replace(run, model=run.model.at_point(point))
+    except ValueError as error:
+        raise UsageError(f"{run.name}: {error}") from None
+    return run, replace(signature, images_per_group=images)
 
 
 def _fill_average(tensors: Mapping[str, Tensor], source: WeightsSource) -> None:

@@ -20,6 +20,7 @@ FIELDS = {  # setting of --set -> field of RoutingOverrides
     "routing.priority": "priority",
     "routing.experts": "experts",
     "routing.subset_seed": "subset_seed",
+    "routing.images_per_group": "images_per_group",
     "routing.random_blocks": "random_blocks",
 }
 
@@ -81,10 +82,13 @@ def _text(value: Any) -> str:
 
 
 def default_grid(config: ModelConfig) -> list[RoutingOverrides]:
-    """The model as trained, and the settings that its router can run with. A dense model has none."""
+    """The model as trained, and the settings that its router can run with, among them each image by itself. A
+    dense model has none.
+    """
     if not config.moe:
         return [AS_TRAINED]
-    return possible(config, config.moe.router.grid(config.moe.num_experts))
+    alone = [RoutingOverrides(images_per_group=1)] if config.images_per_group > 1 else []
+    return possible(config, [*alone, *config.moe.router.grid(config.moe.num_experts)])
 
 
 def possible(config: ModelConfig, wanted: Iterable[RoutingOverrides]) -> list[RoutingOverrides]:

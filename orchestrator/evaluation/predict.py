@@ -47,7 +47,7 @@ from orchestrator.evaluation.evaluate import default_device
 from orchestrator.evaluation.image_text import ClassNames
 from orchestrator.evaluation.sharded import Sharding
 from orchestrator.tasks.classification import TOP
-from orchestrator.threads import CORES
+from orchestrator.threads import CORES, one_thread
 from orchestrator.training.resources import most_resources
 
 # Says whose predictions a folder holds. Readers of parquet skip names that begin with `_`.
@@ -67,7 +67,9 @@ IDENTITY = (
     "dtype",
 )
 PART = re.compile(r"part-(\d{6,})\.parquet")
-ROWS = 16  # images of a pass are a multiple: then an image's last bits do not depend on the others (on CPUs)
+# Images of a pass are a multiple, so that an image's last bits do not depend on the others (on CPUs): torch's
+# products go by 16 rows, its functions of each number by 32 numbers.
+ROWS = 32
 FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
 READ_TOGETHER = 256  # images of a shard, whose reading begins at once
 READERS = 16  # files that an actor reads at a time, because object storages answer slowly
@@ -284,14 +286,16 @@ class Predictor:
         inputs = normalize(pixels.to(self.device)), valid.to(self.device)
         run: Any = self.model.features if self.schema is FEATURES else self.model
         try:
-            found = run(*inputs, routing_overrides=self.point)
+            with one_thread():  # as Ray starts actors on CPUs: the last bits depend on the number of threads
+                found = run(*inputs, routing_overrides=self.point)
+                features = isinstance(found, Tensor)
+                outputs = found if features else found.logits
+                # Of the empty images too: the last bits of a sigmoid depend on the number of outputs.
+                rows = self._features(outputs) if features else self._classes(outputs)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        features = isinstance(found, Tensor)
-        outputs = (found if features else found.logits)[: len(batch)]
-        rows = self._features(outputs) if features else self._classes(outputs)
         is_finite = outputs.isfinite().flatten(1).all(1).tolist()
-        for (key, image), row, known in zip(batch, rows, is_finite, strict=True):
+        for (key, image), row, known in zip(batch, rows, is_finite, strict=False):
             error = str(image) if isinstance(image, BadImage) else "" if known else NOT_FINITE
             yield {"key": key, "error": error} if error else {"key": key, **row}
 

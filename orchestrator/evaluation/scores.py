@@ -101,4 +101,5 @@ def on_this_rank(point: RoutingOverrides, model: Model, images: int) -> RoutingO
     """Returns the point for this rank's `images` of a batch, so that it draws what one process would draw."""
     if not point.random_blocks and point.subset_seed is None:
         return point
-    return replace(point, first_group=first_row(images) // model.config.images_per_group)
+    group = point.images_per_group or model.config.images_per_group
+    return replace(point, first_group=first_row(images) // group)

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from orchestrator.frontier.drawing import frontier_picture
 from orchestrator.frontier.figure import SIZE_TITLE, TIMES, Json, axis_title, frontier_plot
 from orchestrator.frontier.points import (
+    TOGETHER,
     Point,
     front_points,
     hypervolume,
@@ -111,6 +112,11 @@ class Frontier:
         )
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the reader: `note`, and what holds for arms that route several images together."""
+        return tuple(filter(None, [self.note, _of_groups(self)]))
+
+    @property
     def all_points(self) -> tuple[Point, ...]:
         """Everything that is listed, in the order of `statuses`."""
         return self.points + self.retrained + self.operating
@@ -175,6 +181,7 @@ class Frontier:
                 self.cost_name: point.cost,
                 self.quality_name: point.quality,
                 "standard_error": point.standard_error,
+                TOGETHER: point.together,
                 "seeds": len(point.run_ids),
                 **{name: point.costs.get(name, math.nan) for name in self.panels},
                 "run": ", ".join(point.run_ids),
@@ -210,6 +217,26 @@ class Frontier:
         picture = frontier_picture(self.plot())
         for path in paths:
             picture.savefig(path)
+
+
+def _of_groups(frontier: Frontier) -> str:
+    """What is to be known of arms that route several images together; empty without such arms."""
+    if all(point.together == 1 for point in frontier.points + frontier.retrained):
+        return ""
+    end = f": {TOGETHER}=1"
+    alone = [
+        f"{point.arm.removesuffix(end)} {point.quality_text}"
+        for point in frontier.operating
+        if point.arm.endswith(end)
+    ]
+    if alone:
+        measured = f"With each image routed by itself it is: {', '.join(alone)}."
+    else:
+        measured = f"With each image routed by itself it is not measured: evaluate.py, routing.{TOGETHER}=1."
+    return (
+        "Arms that route several images together answer an image by its neighbours too: their quality is that"
+        f" of these images in their order. {measured}"
+    )
 
 
 def _count(number: int, what: str) -> str:

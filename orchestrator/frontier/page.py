@@ -61,7 +61,7 @@ def frontier_page(frontier: Frontier) -> str:
         columns=[
             ("Arm", "arm"),
             ("Family", "family"),
-            *((title, "number") for title in (*titles, frontier.size_title)),
+            *((title, "number") for title in (*titles, frontier.size_title, *_together(frontier))),
             ("Status", "status"),
             ("Details", "details"),
             ("MLflow run", "runs"),
@@ -84,6 +84,12 @@ def _states(frontier: Frontier) -> dict[str, int]:
     return {state: found[state] for state in states if found[state] or state in states[:3]}
 
 
+def _together(frontier: Frontier) -> tuple[str, ...]:
+    """The title of the column of images that are routed together; none if all are routed one by one."""
+    several = any(point.together > 1 for point in frontier.all_points)
+    return ("Images routed together",) if several else ()
+
+
 def _rows(panels: list[Frontier]) -> Iterator[tuple[Point, str, str, Sequence[tuple[float | str, str]]]]:
     """Yields point, role, status, and the numbers: a key to sort by, empty if unknown, and a text."""
     columns = [
@@ -93,6 +99,7 @@ def _rows(panels: list[Frontier]) -> Iterator[tuple[Point, str, str, Sequence[tu
     points = panels[0].all_points
     columns.append([(point.quality, point.quality_text) for point in points])
     columns.append([(point.size, figure.number(point.size)) for point in points])
+    columns += [[(point.together, str(point.together)) for point in points] for _ in _together(panels[0])]
     for point, status, *numbers in zip(points, panels[0].statuses(), *columns, strict=True):
         keyed = [(value if math.isfinite(value) else "", text) for value, text in numbers]
         yield point, status.split(",")[0], status, keyed

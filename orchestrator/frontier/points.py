@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 UNKNOWN = "\N{EN DASH}"
 IN_BITS = {"val/likelihood": "val/bits_per_byte"}  # qualities that readers know by another metric
+TOGETHER = "images_per_group"  # the setting of `Point.together`
 SPACE = "log10 cost, 1 - quality"
 
 Status = Literal["finished", "stopped", "interrupted", "diverged", "failed", "running"]
@@ -76,6 +77,11 @@ class Point:
         if self.status != "finished":
             raise UsageError(f"arm {self.arm!r} is {self.status}, not finished: it has no trained model yet")
         return self.load_run(self.typical_run)
+
+    @property
+    def together(self) -> int:
+        """The number of images that are routed together: an answer depends on all of them."""
+        return int(self.settings.get(TOGETHER, 1))
 
     @property
     def run_ids(self) -> tuple[str, ...]:

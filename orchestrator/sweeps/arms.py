@@ -12,7 +12,9 @@ from orchestrator.sweeps.sweep import Sweep
 Arm = dict[str, Any]  # dotted changes of a run
 
 MOE = "model.moe"
-GROUP = 8  # images whose tokens compete for buffers, as in V-MoE's released configs; Soft MoE: always one
+# Images whose tokens compete for slots, as in V-MoE's released configs; Soft MoE: always one. With several,
+# the answer to an image depends on the others: sweeps that follow no paper route each image by itself.
+GROUP = 8
 
 
 class NamedSweep(Protocol):
@@ -66,8 +68,9 @@ def seeds(scale: Scale, count: int) -> tuple[int, ...]:
     return tuple(range(first, first + count))
 
 
-def families_space(scale: Scale) -> Space:
-    """Returns the search space at a scale: size, family, and the fields of each family.
+def families_space(scale: Scale, *, images: int = GROUP) -> Space:
+    """Returns the search space at a scale: size, family, and the fields of each family. Token choice and
+    expert choice route so many images together.
 
     Names of suggestions are the fields that they are for, so that earlier runs of any sweep can be read.
     """
@@ -92,7 +95,7 @@ def families_space(scale: Scale) -> Space:
         if kind == "soft":
             ask("router.slots_per_expert", [1, 2, 4])
             return changes
-        changes[f"{MOE}.images_per_group"] = GROUP
+        changes[f"{MOE}.images_per_group"] = images
         ask("router.capacity_factor", [0.5, 1.0, 1.5, 2.0])
         if kind == "token_choice":
             ask("router.k", [1, 2])

@@ -38,12 +38,14 @@ def quickstart(scale: Scale) -> Sweep:
     Design: a frontier can only be seen where accuracies differ by more than their errors, about .01 for three
     seeds; two seeds know their error too badly to decide a claim. A width that halves costs a third and loses
     20 points of accuracy, and experts in both blocks regain several at nearly the same cost. The digits stand
-    anywhere among pieces of others, so that a model has to find them: a linear classifier fails.
+    anywhere among pieces of others, so that a model has to find them: a linear classifier fails. Unlike in
+    V-MoE every image is routed by itself, because these are the arms for images of one's own, and a model
+    that is used answers one image at a time.
     """
     tokens, experts = scale.base.model.tokens(), scale.experts
     kinds: dict[str, Arm] = {
         "dense": {},
-        "token": token_choice(experts, 1, layers="last_2"),
+        "token": token_choice(experts, 1, images=1, layers="last_2"),
         "expert": expert_choice(experts, 1.0, images=1, layers="last_2"),
         "soft": soft(tokens, 1, tokens, layers="last_2", scale_init=SHARP),
     }
@@ -51,9 +53,8 @@ def quickstart(scale: Scale) -> Sweep:
         f"{name}-{kind}": {**size, **arm} for name, size in scale.sizes.items() for kind, arm in kinds.items()
     }
     claims = ("family=soft beats family=dense at equal size",)
-    return Sweep(
-        base=scale.base, arms=arms, seeds=seeds(scale, 3), claims=claims, space=families_space(scale)
-    )
+    space = families_space(scale, images=1)
+    return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 3), claims=claims, space=space)
 
 
 def _of_the_papers(scale: Scale) -> dict[str, Arm]:
@@ -61,7 +62,7 @@ def _of_the_papers(scale: Scale) -> dict[str, Arm]:
 
     Source: token choice with and without priority from V-MoE (section 4), expert choice from Routers in
     Vision MoE (section 3.1), few and many experts for the same slots from Implicit Bias in Soft MoE (section
-    4).
+    4). But for Soft MoE, 8 images are routed together, as in V-MoE.
     """
     tokens, experts = scale.base.model.tokens(), scale.experts
     return {
@@ -149,9 +150,9 @@ def upcycle(scale: Scale) -> Sweep:
     model: a softmax over the chosen experts alone sums to 1, and no token is dropped; its router learns from
     the auxiliary losses until the experts differ. So does `mixture`. `token` is weighted as V-MoE is, by its
     share of the softmax over all experts, which is below 1 at first. `token-k2` and `expert` are as
-    published: they keep the function for the tokens that an expert takes. To go on as published, the base
-    takes over the optimiser's state (`train.init_optimizer`) and the dense run's rate
-    (`train.schedule.begin`).
+    published: they keep the function for the tokens that an expert takes. But for `soft` and `mixture`, 8
+    images are routed together, as in V-MoE. To go on as published, the base takes over the optimiser's state
+    (`train.init_optimizer`) and the dense run's rate (`train.schedule.begin`).
     """
     model, experts = scale.base.model, scale.experts
     last = f"last_{max(1, len(unit_shapes(model)) // 2)}"

@@ -10,7 +10,7 @@ from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef, load_checkpoint
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
-from orchestrator.frontier.points import Point, is_complete
+from orchestrator.frontier.points import TOGETHER, Point, is_complete
 from orchestrator.sweeps.sweep import settings
 from orchestrator.training.measurements import measurements, rows_of
 from orchestrator.training.run_directory import read_json
@@ -142,9 +142,17 @@ def _operating(trained: Point, name: str, seeds: Sequence[PointRow], frontier: F
         quality=_mean(seeds, frontier.quality_name),
         qualities=(),
         details=details,
-        settings={**trained.settings, "operating point": name},
+        settings={**trained.settings, **_group_in(name), "operating point": name},
         load_run=None,
     )
+
+
+def _group_in(name: str) -> dict[str, float]:
+    """The number of images that the point of this name routes together; empty if it is that of training."""
+    settings: dict[str, str] = {}
+    for part in name.split():
+        field, _, settings[field] = part.partition("=")
+    return {TOGETHER: float(settings[TOGETHER])} if TOGETHER in settings else {}
 
 
 def _how_timed(rows: Sequence[PointRow]) -> str:

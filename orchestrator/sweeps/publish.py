@@ -187,7 +187,7 @@ def _note(frontier: Frontier, sweep: SweepRecord) -> str:
         f" times fractions of quality, from {frontier.quality_name}={frontier.bound[1]:g} at"
         f" {frontier.cost_name}={frontier.bound[0]:.4g}.",
         "",
-        *([frontier.note, ""] if frontier.note else []),
+        *(line for note in frontier.notes for line in (note, "")),
         f"| frontier | {IN_BITS.get(sweep.quality, sweep.quality)} | {sweep.cost} |",
         "|---|---|---|",
     ]

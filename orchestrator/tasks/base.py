@@ -94,6 +94,12 @@ class TaskConfig(Family, ABC, default="classification"):
         """
         return {}
 
+    def without_data(self, model: ModelConfig) -> Mapping[str, Any]:
+        """Returns fields of any value for those of `for_data` that a step cannot do without, in dotted form:
+        for a step whose numbers nobody reads.
+        """
+        return {}
+
     def before_scores(self, model: Model) -> Heads:
         """Returns tensors that `scores` and `details` find among the heads, computed once before an
         evaluation. All workers call it together.

@@ -85,6 +85,10 @@ class ClassificationConfig(TaskConfig):
             )
         return {"task.class_weights": (counts.sum() / (len(counts) * counts)).tolist()}
 
+    def without_data(self, model: ModelConfig) -> Mapping[str, Any]:
+        balanced = self.class_weights == "balanced"
+        return {"task.class_weights": [1.0] * model.num_classes} if balanced else {}
+
     def inputs(self, batch: Batch) -> Tensor:
         images = normalize(batch["image"])
         return mix_images(images, batch["mix"]) if "mix" in batch.fields else images

@@ -88,7 +88,8 @@ def dry_run(run: RunConfig) -> DryRun:
     """Takes a step that reports, of the first worker, whose parts of sharded tensors are the largest. Weights
     are not drawn, and blocks are not compiled.
     """
-    began, run = time.perf_counter(), override(run, {"scale.compile": False})
+    began = time.perf_counter()
+    run = override(run, {"scale.compile": False, **run.task.without_data(run.model)})
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by FSDP
     with nullcontext() if run.scale.workers == 1 else fake_ranks(run.scale.workers):
         # Outside of the fake mode, because a mesh reads its ranks from tensors. Memory that nothing writes to

@@ -80,6 +80,13 @@ def test_one_image_alone(home: Path, call: Call, tmp_path: Path):
     assert f": {refused}" in next(line for line in printed.splitlines() if "left out" in line)
     reports = json.loads(out.read_text())
     assert len(reports) == 2
+    one = ("--batch-size", "1", "--repeats", "1", "--set", "routing.images_per_group=1", "--out", str(out))
+    stopped, printed = call(evaluate.main, "tiny/trials/dense", pairs, *one)
+    assert stopped == "", printed
+    assert "dense: a dense model has no routing to override" in printed
+    (alone,) = json.loads(out.read_text())
+    assert alone["metrics"]["acc1"] == trial(home, "token").metrics["val/acc1"]  # trained by itself
+    assert alone["point"] == "images_per_group=1"
     for report, arm in zip(reports, ("dense", "soft"), strict=True):
         assert report["metrics"]["acc1"] == trial(home, arm).metrics["val/acc1"]
     for mode in ((), ("--grid",)):
@@ -221,7 +228,7 @@ def test_mistakes_are_one_line(args: list[str], message: str, home: Path, call: 
 def test_of_several_models_those_without_the_setting_are_left_out(home: Path, call: Call):
     stopped, printed = call(evaluate.main, "sweep:tiny", "--repeats", "1", "--set", "routing.experts=2")
     assert stopped == ""
-    assert "left out dense: a dense model has no routing to override" in printed
+    assert "dense: a dense model has no routing to override" in printed
     assert "eval/shards/val/step-20/experts-2/acc1" in trial(home, "soft").metrics
     assert "eval/shards/val/step-20/experts-2/acc1" not in trial(home, "dense").metrics
 

@@ -94,7 +94,7 @@ class ConvNet(Model[ConvNetConfig]):
         return_stats: bool = False,
         return_routings: bool = False,
     ) -> Output:
-        padded, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B)
+        padded, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B, routing_overrides)
         x, aux, stats, routings = self.through(
             self.stem(padded), valid_B, keys_B, routing_overrides, return_stats, return_routings
         )

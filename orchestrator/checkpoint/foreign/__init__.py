@@ -25,12 +25,13 @@ from moe.models.vit import ViTConfig
 from moe.signature import SIGNATURE, read_signature
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
-from orchestrator.checkpoint.foreign import flax, huggingface, timm, torchvision
+from orchestrator.checkpoint.foreign import flax, huggingface, timm, torchvision, towers
 from orchestrator.checkpoint.foreign.copies import pick
 from orchestrator.checkpoint.foreign.kind import Facts, Resize
-from orchestrator.checkpoint.foreign.mapping import ImportPlan, plan_vit
+from orchestrator.checkpoint.foreign.mapping import ImportPlan, plan_vit, vit_of
 from orchestrator.checkpoint.foreign.outward import ForeignFolder
 from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy, format_of, open_foreign, shortened
+from orchestrator.checkpoint.foreign.towers import plan_towers, split_towers
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import read_metadata, signature_of, write_export
 from orchestrator.codec import override, to_dict
@@ -39,7 +40,7 @@ from orchestrator.data.images import eval_settings, resized_side
 from orchestrator.data.preparation import AS_IT_IS, Preparation
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.names import run_name
-from orchestrator.tasks import ClassificationConfig
+from orchestrator.tasks import ClassificationConfig, ContrastiveConfig, TaskConfig
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Import:
     resized: tuple[int, int] | None
 
     def __str__(self) -> str:
-        plan, model, data = self.plan, self.plan.config, self.run.data
+        plan, model, data = self.plan, self.plan.vit, self.run.data
         how: dict[str, int] = {}
         for lazy in plan.tensors.values():
             if lazy.sources and lazy.how:
@@ -93,6 +94,11 @@ class Import:
             *(f"  {count} {what}" for what, count in how.items()),
             *(f"  {name}: {what}" for name, what in plan.made.items()),
         ]
+        if text := getattr(plan.config, "text", None):
+            lines.append(
+                f"  text tower: width {text.width}, {text.depth} blocks, {text.heads} heads, {text.length} of"
+                f" {text.vocabulary} tokens, pooling {text.pooling}; its tokenizer is not in the weights"
+            )
         if self.resized:
             old, new = self.resized
             lines.append(
@@ -123,7 +129,8 @@ def plan_import(
     Args:
         name: of the model.
         changes: dotted fields, such as ``model.image_size``, or those of a router, which weights do not hold;
-            and `SAID`, the source's normalisation of pixels in 0..1: ``imagenet``, ``half``, or numbers.
+            and `SAID`, the source's normalisation of pixels in 0..1: ``imagenet``, ``half``, or numbers. With
+            ``model.kind`` of ``two_towers`` both towers of big_vision are taken.
         copy: see `copies.pick`.
 
     Raises:
@@ -135,7 +142,12 @@ def plan_import(
         raise UsageError(
             f"{other[0]} is no field of an imported model: model.*, data.eval_* and {', '.join(SAID)} are"
         )
+    others: dict[str, Lazy] = {}
     try:
+        if changes.get("model.kind") == "two_towers":
+            tensors, others, notes = split_towers(opened.tensors)
+            opened = replace(opened, tensors=tensors, notes=[*opened.notes, *notes])
+            del changes["model.kind"]
         kind, tensors, notes = pick(opened.tensors, KINDS, copy)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
@@ -151,8 +163,14 @@ def plan_import(
         tensors, names, facts = kind.read(opened)
         facts = _as_exported(facts, opened).normalised_by(said)
         plan = plan_vit(tensors, names, facts, heads=int(heads) if heads.isdecimal() else None)
+        task: TaskConfig = ClassificationConfig(loss=facts.output)
+        if others:
+            plan = plan_towers(plan, others, facts)
+            facts = replace(facts, assumed=(*facts.assumed, towers.ASSUMED))
+            opened = replace(opened, tensors={**opened.tensors, **others})
+            task = ContrastiveConfig(loss="sigmoid" if "b" in others else "softmax")
         data = DataConfig(**facts.evaluation)
-        run = override(_Changeable(model=plan.config, data=data), changes).run(name, facts)
+        run = override(_Changeable(model=plan.config, data=data), changes).run(name, task)
     except UsageError as error:
         raise UsageError(f"{source}, read as weights of {kind.name}: {error}") from None
     except Exception as error:  # a config beside the weights may hold anything
@@ -161,12 +179,12 @@ def plan_import(
     facts = _with_classes(facts, plan.config.num_classes)
     if run.model.kind != plan.config.kind:
         raise UsageError(f"weights of {kind.name} are those of a model of kind {plan.config.kind!r}")
-    model = cast(ViTConfig, run.model)
-    old, new = plan.config.grid(), model.grid()
+    old, new = plan.vit.grid(), vit_of(run.model).grid()
     if old != new:
-        plan = replace(plan, tensors={**plan.tensors, "position_SD": _resized(plan, facts.resize, new)})
+        name = "image.position_SD" if others else "position_SD"
+        plan = replace(plan, tensors={**plan.tensors, name: _resized(plan, name, facts.resize, new)})
     with torch.device("meta"):
-        expected = shapes_of(model.build(seed=None).state_dict())
+        expected = shapes_of(run.model.build(seed=None).state_dict())
     given = {name: lazy.shape for name, lazy in plan.tensors.items()}
     if given != expected:
         wrong = sorted(name for name in {*given, *expected} if given.get(name) != expected.get(name))
@@ -178,7 +196,7 @@ def plan_import(
         kind=kind.name,
         opened=opened,
         run=run,
-        plan=replace(plan, config=model),
+        plan=replace(plan, config=cast(Any, run.model)),
         facts=facts,
         resized=(old, new) if old != new else None,
     )
@@ -220,11 +238,10 @@ class _Changeable:
     model: ModelConfig
     data: DataConfig
 
-    def run(self, name: str, facts: Facts) -> RunConfig:
+    def run(self, name: str, task: TaskConfig) -> RunConfig:
         """Returns a run of the model, whose batch has whole groups of images."""
         group = self.model.images_per_group
         data = replace(self.data, batch_size=group * math.ceil(self.data.batch_size / group))
-        task = ClassificationConfig(loss=facts.output)
         return RunConfig(name=run_name(name), model=self.model, data=data, task=task)
 
 
@@ -357,9 +374,9 @@ def _lacking(names: Iterable[str]) -> str:
     return next(found, "")
 
 
-def _resized(plan: ImportPlan, resize: Resize, new: int) -> Lazy:
+def _resized(plan: ImportPlan, name: str, resize: Resize, new: int) -> Lazy:
     """The position embedding for `new` patches per side; the row of a class token stays."""
-    first, old = int(plan.config.pooling == "token"), plan.config.grid()
+    first, old = int(plan.vit.pooling == "token"), plan.vit.grid()
 
     def of(position_SD: Tensor) -> Tensor:
         image_1DHW = position_SD[first:].T.reshape(1, -1, old, old)
@@ -367,4 +384,4 @@ def _resized(plan: ImportPlan, resize: Resize, new: int) -> Lazy:
             return position_SD.new_empty(first + new**2, position_SD.shape[1])
         return torch.cat([position_SD[:first], resize(image_1DHW, new).flatten(2)[0].T])
 
-    return plan.tensors["position_SD"].map("", of)
+    return plan.tensors[name].map("", of)

@@ -19,22 +19,15 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
     names = [*opened.tensors]
     if any("conv_root/" in name for name in names):
         raise UsageError("a hybrid with a ResNet before the transformer (conv_root): the model here has none")
-    theirs: dict[str, Lazy] = {}
-    for name, lazy in opened.tensors.items():
-        theirs |= _unstacked(name, lazy)
+    theirs = unstacked(opened.tensors)
     body = "Transformer/" if any(name.startswith("Transformer/") for name in theirs) else "Encoder/"
-    query = next((n for n in theirs if re.search(r"encoderblock_0/.*/query/kernel$", n)), None)
-    if query is None:
-        raise UsageError(
-            "there are no blocks as big_vision and V-MoE have them (encoderblock_0/../query/kernel)"
-        )
-    heads = theirs[query].shape[1]
+    heads = heads_of(theirs)
     gate = next((n for n in theirs if n.endswith("Router/dense/kernel")), None)
     if gate and len(theirs[gate].shape) != 2:
         raise UsageError(f"{gate} is {theirs[gate].shape}: an ensemble (E3), which the model here is not")
     if any("Router/mu" in n for n in theirs):
         raise UsageError("a Soft MoE of JAX: none was released, and its slots are not read here")
-    old = "encoderblock_0/MultiHeadDotProductAttention_1/" in query
+    old = any("encoderblock_0/MultiHeadDotProductAttention_1/" in name for name in theirs)
     evaluation = {"eval_resize": "square", "eval_crop": 1.0}
     if gate:
         evaluation = {"eval_resize": "shorter", "eval_crop": 0.875}
@@ -50,20 +43,27 @@ def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Fact
         evaluation=evaluation,
         assumed=("its library's configs have a mean and std of 0.5, and this resize",),
     )
-    return (
-        {_dotted(name): _as_torch(name, lazy) for name, lazy in theirs.items()},
-        _names_of(theirs, body, old=old),
-        facts,
-    )
+    return in_torch(theirs), names_of(theirs, body, old=old), facts
 
 
-def _names_of(names: Mapping[str, Lazy], body: str, *, old: bool) -> TensorNames:
+def heads_of(theirs: Mapping[str, Lazy]) -> int:
+    """Returns the number of attention heads. Raises UsageError if there are no blocks."""
+    query = next((n for n in theirs if re.search(r"encoderblock_0/.*/query/kernel$", n)), None)
+    if query is None:
+        raise UsageError(
+            "there are no blocks as big_vision and V-MoE have them (encoderblock_0/../query/kernel)"
+        )
+    return theirs[query].shape[1]
+
+
+def names_of(names: Mapping[str, Lazy], body: str, *, old: bool) -> TensorNames:
+    """Returns the names as `in_torch` leaves them, with `body` before those of blocks."""
     position = next((n for n in names if n.endswith("pos_embedding")), f"{body}pos_embedding")
     block = f"{body}encoderblock_{{i}}/"
     attention = "MultiHeadDotProductAttention_1" if old else "MultiHeadDotProductAttention_0"
     if body == "Encoder/":
         attention = "SelfAttention"
-    mlp = "MlpBlock_3" if old else "MlpBlock_0" if body == "Transformer/" else "Mlp"
+    mlp = "MlpBlock_3" if old else "Mlp" if body == "Encoder/" else "MlpBlock_0"
     pool = "MAPHead_0/" if any(n.startswith("MAPHead_0/") for n in names) else "MapHead/"
     number = "_0" if pool == "MAPHead_0/" else ""
     pooled = f"{pool}MultiHeadDotProductAttention{number}/"
@@ -99,14 +99,24 @@ def _names_of(names: Mapping[str, Lazy], body: str, *, old: bool) -> TensorNames
     )
 
 
-def _unstacked(name: str, lazy: Lazy) -> dict[str, Lazy]:
-    """The blocks of a tensor that holds all of them along its first axis, as big_vision's scan=True does."""
-    if "encoderblock/" not in name:
-        return {name: lazy}
-    return {
-        name.replace("encoderblock/", f"encoderblock_{i}/"): lazy.map("", lambda t, i=i: t[i])
-        for i in range(lazy.shape[0])
-    }
+def unstacked(tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """Returns tensors of each block, also of those that hold all blocks along their first axis, as
+    big_vision's scan=True does.
+    """
+    found: dict[str, Lazy] = {}
+    for name, lazy in tensors.items():
+        if "encoderblock/" not in name:
+            found[name] = lazy
+            continue
+        for i in range(lazy.shape[0]):
+            of_block = name.replace("encoderblock/", f"encoderblock_{i}/")
+            found[of_block] = lazy.map("", lambda t, i=i: t[i])
+    return found
+
+
+def in_torch(theirs: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """Returns tensors of single blocks with torch's words at the end of names, and torch's order of axes."""
+    return {_dotted(name): _as_torch(name, lazy) for name, lazy in theirs.items()}
 
 
 def _dotted(name: str) -> str:

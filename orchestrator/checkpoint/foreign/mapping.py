@@ -7,12 +7,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from moe.layer import MoEConfig
+from moe.model import ModelConfig
+from moe.models.two_towers import TwoTowersConfig
 from moe.models.vit import ViTConfig
 from moe.routers import TokenChoiceConfig
 from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames
@@ -29,10 +31,20 @@ class ImportPlan:
         made: names of ours that the source lacks -> what they are.
     """
 
-    config: ViTConfig
+    config: ViTConfig | TwoTowersConfig
     tensors: Mapping[str, Lazy]
     left_out: tuple[str, ...]
     made: Mapping[str, str]
+
+    @property
+    def vit(self) -> ViTConfig:
+        """The model of images, or the image tower."""
+        return vit_of(self.config)
+
+
+def vit_of(config: ModelConfig) -> ViTConfig:
+    """Returns the model of images of a config: itself, or its image tower."""
+    return cast(ViTConfig, getattr(config, "image", config))
 
 
 def plan_vit(
@@ -46,10 +58,12 @@ def plan_vit(
     Raises:
         UsageError: if a tensor is missing, left over or of a wrong shape.
     """
-    return _Planner(tensors, names, facts, heads).plan()
+    return Planner(tensors, names, facts, heads).plan()
 
 
-class _Planner:
+class Planner:
+    """What is made of each tensor of a transformer, by its blocks and layers."""
+
     def __init__(
         self, tensors: Mapping[str, Lazy], names: TensorNames, facts: Facts, heads: int | None
     ) -> None:
@@ -74,12 +88,8 @@ class _Planner:
         if width % self.heads:
             raise UsageError(f"heads={self.heads} does not divide the width {width}")
         self.embedding(embed)
-        depth = 0
-        while f"{names.block.format(i=depth)}{names.norm1}weight" in self.theirs:
-            depth += 1
+        depth = self.blocks()
         self.check_sizes(width=width, depth=depth, patch_size=patch)
-        if not depth:
-            raise UsageError(f"there is no block {names.block.format(i=0)}")
         moe_blocks = [i for i in range(depth) if self.block(i)]
         self.check_blocks()
         self.linear("norm", names.norm, needs_bias=True)
@@ -117,17 +127,32 @@ class _Planner:
             )
         except ValueError as error:
             raise UsageError(f"the tensors fit no model of ours: {error}") from None
+        return ImportPlan(config=config, tensors=self.ours, left_out=self.check_all_used(), made=self.made)
+
+    def blocks(self) -> int:
+        """Returns the number of blocks. Raises UsageError if there is none."""
+        block, depth = self.names.block, 0
+        while f"{block.format(i=depth)}{self.names.norm1}weight" in self.theirs:
+            depth += 1
+        if not depth:
+            raise UsageError(f"there is no block {block.format(i=0)}")
+        return depth
+
+    def check_all_used(self) -> tuple[str, ...]:
+        """Returns the names that are harmless to leave out. Raises UsageError for others that are left over,
+        and for numbers that are no weights.
+        """
         if wrong := next((lazy for lazy in self.ours.values() if lazy.wrong), None):
             raise UsageError(
                 f"{wrong.sources[0]} is {wrong.wrong}, and weights are float32, float16, bfloat16 or float64"
             )
         used = {source for lazy in self.ours.values() for source in lazy.sources}
         over = [name for name in self.theirs if not used.issuperset(self.theirs[name].sources)]
-        harmless = [name for name in over if re.match(names.harmless, name)]
+        harmless = [name for name in over if re.match(self.names.harmless, name)]
         if over := [name for name in over if name not in harmless]:
             more = f" and {len(over) - 5} more" if len(over) > 5 else ""
             raise UsageError(f"the model here has no place for {', '.join(over[:5])}{more}")
-        return ImportPlan(config=config, tensors=self.ours, left_out=tuple(harmless), made=self.made)
+        return tuple(harmless)
 
     def tensor(self, name: str) -> Lazy:
         if name not in self.theirs:

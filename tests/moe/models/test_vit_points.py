@@ -56,6 +56,22 @@ def test_every_point_has_the_logits_of_a_pass_alone(router: RouterConfig, images
     assert len(different) == len(points)
 
 
+@pytest.mark.parametrize("router", POINTS, ids=lambda router: router.kind)
+def test_groups_of_one_image_are_a_setting(router: RouterConfig):
+    """The model of the same weights that routes image by image, beside points in its own groups of three."""
+    model, alone, x = build(router, images_per_group=3), build(router), images(7)
+    by_itself = RoutingOverrides(images_per_group=1)
+    found = [heads["logits"] for heads in model.at_points(x, None, [AS_TRAINED, by_itself])]
+    with torch.no_grad():
+        assert torch.equal(found[0], model(x).logits)
+        assert torch.equal(found[1], model(x, routing_overrides=by_itself).logits)
+        torch.testing.assert_close(found[1], alone(x).logits)
+        assert torch.equal(model(x[:1], routing_overrides=by_itself).logits, alone(x[:1]).logits)
+    assert model.config.macs(by_itself) == alone.config.macs()
+    with pytest.raises(ValueError, match="images_per_group=2 does not divide the model's 3"):
+        model.config.macs(RoutingOverrides(images_per_group=2))
+
+
 def count_rows(model: ViT) -> dict[str, int]:
     """Calls of each module's forward, counted from now on."""
     calls = dict.fromkeys(("embed", *(f"attention{i}" for i in range(4))), 0)

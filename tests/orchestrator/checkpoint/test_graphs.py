@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,25 @@ def test_onnx(moe: dict[str, Any] | None, fields: dict[str, Any], tmp_path: Path
     for package in ("onnx", "onnxscript", "onnxruntime"):
         library(package)
     assert graphs.write_onnx(built(moe, **fields), str(tmp_path / "model.onnx"), SIGNED) < 2e-6
+
+
+@pytest.mark.smoke
+def test_onnx_answers_image_by_image_alike_with_any_number_of_threads(tmp_path: Path) -> None:
+    """To the bit; in larger batches the runtime rounds some sums in another order."""
+    runtime, path = library("onnxruntime"), str(tmp_path / "model.onnx")
+    model = built(CASES["token choice"], mlp_dim=1024)
+    graphs.write_onnx(model, path, SIGNED)
+    images, found = (torch.rand(6, 3, 16, 16) * 2 - 1).numpy(), []
+    for threads in (1, 2, 3):
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = threads
+        session = runtime.InferenceSession(path, options)
+        alone = [session.run(None, {"images": images[i : i + 1]})[0] for i in range(6)]
+        found.append(torch.from_numpy(np.concatenate(alone)))
+        together = torch.from_numpy(session.run(None, {"images": images})[0])
+        torch.testing.assert_close(together, found[0])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.smoke

@@ -20,7 +20,9 @@ def test_numbers_and_table() -> None:
     assert FRONTIER.hypervolume == pytest.approx(1.37488, abs=1e-5)
     seeds = replace(FRONTIER.points[0], qualities=(0.7, 0.9), runs=(("second", None),))
     table = replace(FRONTIER, points=(seeds, *FRONTIER.points[1:])).to_dataframe()
-    assert list(table.columns) == ["arm", "family", "status", FLOPS, ACC, "standard_error", "seeds", "run"]
+    numbers = [FLOPS, ACC, "standard_error", "images_per_group", "seeds"]
+    assert list(table.columns) == ["arm", "family", "status", *numbers, "run"]
+    assert {*table["images_per_group"]} == {1}
     assert dict(zip(table["arm"], table["status"], strict=True)) == {
         "dense-s": "frontier",
         "soft-1": "frontier, knee",

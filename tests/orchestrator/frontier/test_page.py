@@ -99,6 +99,21 @@ def test_a_row_has_numbers_texts_and_links() -> None:
     ]
 
 
+def test_images_that_are_routed_together_are_said() -> None:
+    """In a column and a sentence, which has the quality with each image by itself where it was measured."""
+    assert "together" not in frontier_page(FRONTIER).partition("<script")[0]
+    arm = point("tc", "token_choice", 4e10, 0.85, settings={"images_per_group": 8.0})
+    frontier = replace(FRONTIER, points=(FRONTIER.points[0], arm))
+    page = frontier_page(frontier)
+    assert "Images routed together" in page
+    assert '<td class="number" data-key="8">8</td>' in page
+    assert "it is not measured: evaluate.py, routing.images_per_group=1." in page
+    alone = replace(arm, arm="tc: images_per_group=1", quality=0.8, settings={"images_per_group": 1.0})
+    assert "With each image routed by itself it is: tc 0.8000." in frontier_page(
+        replace(frontier, operating=(alone,))
+    )
+
+
 def test_claims_are_checked_and_other_cells_are_named() -> None:
     """Soft, .90 and .93, beats dense, .80 and .88, in each pair; expert choice, .95, beats both."""
     claims = (

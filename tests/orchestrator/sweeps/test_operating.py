@@ -74,6 +74,13 @@ def test_a_point_is_the_mean_of_its_seeds():
     )
 
 
+def test_a_point_may_route_fewer_images_together():
+    arm = point("tc", "token_choice", 3e10, 0.9, run_id="first", settings={"images_per_group": 8.0})
+    rows = [row("first", name, 0.8, 1.0) for name in (AS_TRAINED, "k=1 images_per_group=2", "k=1")]
+    found = with_operating(replace(FRONTIER, points=(arm,), retrained=()), rows)
+    assert [point.together for point in found.all_points] == [8, 2, 8]
+
+
 def test_times_compare_where_they_are_the_cost_of_the_sweep():
     """Training's validation took 5 ms beside other trials. As trained the clock says 1.0 ms, and 1.1 ms for a
     worse setting, which must not be ahead of it; a model that the clock did not measure is not judged.

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -77,6 +78,27 @@ def test_it_is_the_model_that_was_trained(trained_home: Path, store: str) -> Non
     assert list(packed.predict(turned).probability)[::-1] == list(found["probability"])
 
 
+def test_an_answer_depends_on_no_other_image_and_no_number_of_threads(tmp_path: Path) -> None:
+    """To the bit, in 200 random requests, of an MLP so wide that torch sums in parts if it has threads."""
+    changes = {"model.width": 64, "model.mlp_dim": 1024, "model.num_classes": 9, "task.loss": "sigmoid"}
+    ref = exported(tmp_path / "model.safetensors", changes)
+    pyfunc.write_pyfunc(ref, str(tmp_path / "packed"))
+    packed: Any = mlflow.pyfunc.load_model(str(tmp_path / "packed"))._model_impl
+    pool, rng, before = images(6), random.Random(0), torch.get_num_threads()
+    found: dict[int, float] = {}
+    try:
+        for _ in range(200):
+            chosen = [rng.randrange(len(pool)) for _ in range(rng.randint(1, 9))]
+            torch.set_num_threads(threads := rng.choice([1, 2, 3, 8]))
+            packed.threads = threads
+            answers = packed.predict(pd.DataFrame({"image": [pool[i] for i in chosen]}))
+            assert torch.get_num_threads() == threads
+            for i, probability in zip(chosen, answers.probability, strict=True):
+                assert found.setdefault(i, probability) == probability
+    finally:
+        torch.set_num_threads(before)
+
+
 class Fixed:
     """A model of two classes with these logits for an image after the other."""
 
@@ -100,6 +122,7 @@ def test_what_outputs_mean_and_how_images_are_prepared(tmp_path: Path) -> None:
     white = encoded(Image.new("RGB", (20, 20), (255, 255, 255)))
     answers = packed.predict(pd.DataFrame({"image": [glass, white]}))
     assert answers.probability[0] == answers.probability[1]
+    packed.threads = 1  # so that passes come in order
     packed.model = Fixed([[2.0, 1.0], [-3.0, 3.0]])
     found = packed.predict(pd.DataFrame({"image": [glass, white]}))
     expected = torch.tensor([2.0, 3.0]).sigmoid().tolist()

@@ -112,6 +112,12 @@ def test_equals_workers(workers: int, tmp_path: Path) -> None:
         assert max(found.peaks.values()) == pytest.approx(allocated, rel=0.1), name
 
 
+def test_what_the_data_would_say_is_not_needed() -> None:
+    """Balanced weights of classes are counted in the data, and have no part in memory but their own."""
+    balanced = dry_run(run_of(1, SOFT | {"task.class_weights": "balanced"}))
+    assert balanced.parameters == dry_run(run_of(1, SOFT)).parameters
+
+
 def test_collectives_by_hand() -> None:
     """One block of two has experts, one for each of 4 workers, which receive 16 rows of width 32 per image:
     forward there and back, backward the same way.
