@@ -91,8 +91,6 @@ def _groups_of(cls: type) -> frozenset[str]:
 
 
 def _group(hint: Any, value: Any, path: str) -> Any:
-    if is_dataclass(value):  # made already
-        return value
     if NoneType in get_args(hint) and value in (None, *NO_VALUE):
         return None
     if not isinstance(value, Mapping):

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 from functools import cache
 from typing import Any, get_args
 
@@ -119,31 +119,47 @@ def read_run(config: Mapping[str, Any]) -> RunConfig:
     if all(map(is_loaded, recorded)):
         with suppress(UsageError):  # else another file of these weights has lost what they do not need
             return read_config(RunConfig, config)
+    stand_ins = dict[tuple[str, ...], Any]()
     try:
-        run = read_config(RunConfig, {**_only_needed(RunConfig, config, recorded), "plugins": []})
+        run = read_config(RunConfig, _only_needed(RunConfig, {**config, "plugins": []}, recorded, stand_ins))
     except UsageError:
         check_loaded(recorded)
         raise
     if not {*plugins_of(run.model), *plugins_of(run.task)} <= {*recorded}:  # another version of one
         check_loaded(recorded)
+    for path, stand_in in stand_ins.items():
+        run = _with(run, path, stand_in)
     return run
 
 
-def _only_needed(cls: Any, tree: Mapping[str, Any], plugins: Sequence[str]) -> dict[str, Any]:
-    """Returns the tree with stand-ins for what is neither model nor task, if its plugin is not loaded."""
+def _only_needed(
+    cls: Any,
+    tree: Mapping[str, Any],
+    plugins: Sequence[str],
+    left_out: dict[tuple[str, ...], Any],
+    *path: str,
+) -> dict[str, Any]:
+    """Returns the tree without what is neither model nor task, if its plugin is not loaded: that goes to
+    `left_out`.
+    """
     found = dict(tree)
     for name, hint in hints_of(cls).items():
-        fields, choices = tree.get(name), (hint, *get_args(hint))
-        if not isinstance(fields, Mapping) or name in ("model", "task"):
+        fields, choices, here = tree.get(name), (hint, *get_args(hint)), (*path, name)
+        if not isinstance(fields, Mapping) or here in (("model",), ("task",)):
             continue
         family = next((each for each in choices if isinstance(each, type) and "kinds" in each.__dict__), None)
         if family is not None and issubclass(family, Family):
             member = family.kinds.get(fields.get("kind", family.default_kind))
             if member is None or not {*plugins_of(member())} <= {*plugins}:
-                found[name] = _stand_in(family, tuple(fields))(**fields)
+                left_out[here] = _stand_in(family, tuple(fields))(**found.pop(name))
         elif classes := dataclasses_of(hint):
-            found[name] = _only_needed(classes[0], fields, plugins)
+            found[name] = _only_needed(classes[0], fields, plugins, left_out, *here)
     return found
+
+
+def _with(config: Any, path: Sequence[str], value: Any) -> Any:
+    name, *below = path
+    return replace(config, **{name: _with(getattr(config, name), below, value) if below else value})
 
 
 @cache

@@ -247,6 +247,8 @@ class OptunaSearch:
                 written = self._key(json.loads(json.dumps(changes)))
                 again = self._key(replay(self.space, as_json(asked.params))[1])
                 reason = "" if written == again == key else "the same answers make other changes"
+                if " at 0x" in str(as_json(asked.params)):
+                    reason = "an answer has no lasting name"
             except (OutsideError, TypeError, ValueError) as error:
                 reason = str(error)
             if reason:

@@ -1,5 +1,6 @@
 """Plugins: loading, refusing, and configs that travel to other processes with the text of theirs."""
 
+import importlib
 import inspect
 import json
 import pickle
@@ -10,11 +11,13 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 
 from moe.codec import to_dict
 from orchestrator import RunConfig, load_plugins, override
 from orchestrator.codec import read_config
 from orchestrator.errors import UsageError
+from orchestrator.plugins import error_in, function_of, modules_by_value
 from orchestrator.sweeps.driver import acquire_sweep_dir
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.run_directory import RunDir, acquire_run_dir
@@ -166,3 +169,80 @@ def test_a_sweep_records_the_plugins_of_its_arms(peak, digits, tmp_path, new_pro
     load_plugins([peak])
     with pytest.raises(UsageError, match=r"made with the plugin peak.py .*, and peak.py .* is loaded"):
         acquire_sweep_dir(more, resume=True, labels={})
+
+
+MADE = """from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe.config import Config
+from widths import WIDTHS
+
+
+@dataclass
+class Grid:
+    n: Later = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked(Config):
+    n: Later = 2
+
+
+Later = int
+
+
+class Widths:
+    of = WIDTHS
+
+
+def make(fails=False):
+    Checked(n=2)
+    return Widths() if not fails else 1 / 0
+"""
+
+
+def test_a_function_is_of_a_proper_module(tmp_path: Path) -> None:
+    """With dataclasses of annotations from the future, and files beside it; moe.py hides nothing of ours."""
+    file = tmp_path / "moe.py"
+    file.write_text(MADE)
+    (tmp_path / "widths.py").write_text("WIDTHS = (16, 32)\n")
+    make = function_of(f"{file}:make")
+    assert make().of == (16, 32)
+    assert importlib.import_module("moe").__file__ == str(ROOT / "moe" / "__init__.py")
+    assert function_of(f"{file}:make") is make  # is not executed again
+    assert {"moe_file", "widths"} == {m.__name__[:8].removesuffix("_") for m in modules_by_value()}
+    with pytest.raises(ZeroDivisionError) as raised:
+        make(True)
+    error = error_in(f"{file}:make", raised.value)
+    assert str(error) == f"{file}:make, line 28: ZeroDivisionError: division by zero"
+    file.write_text(MADE.replace("WIDTHS\n\n\ndef", "(8,)\n\n\ndef"))
+    assert function_of(f"{file}:make")().of == (8,)
+
+
+def test_other_processes_get_what_a_file_defines_by_value(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MADE)
+    (tmp_path / "widths.py").write_text("WIDTHS = (16, 32)\n")
+    made = function_of(f"{file}:make")()
+    for module in modules_by_value():
+        cloudpickle.register_pickle_by_value(module)
+    (tmp_path / "made.pickle").write_bytes(cloudpickle.dumps(made))
+    file.unlink()
+    code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).of)"
+    assert in_another_process(code, tmp_path / "made.pickle").stdout == "(16, 32)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n\ndef make(:\n", r"own.py, line 3: SyntaxError"),
+        ("\nimport no_such_thing\n", r"own.py, line 2: ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("a = 1\n", r"own.py has no function 'make'"),
+    ],
+)
+def test_an_error_of_a_file_has_its_line(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(text)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=message):
+            function_of(f"{tmp_path}/own.py:make")

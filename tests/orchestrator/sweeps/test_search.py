@@ -1,6 +1,8 @@
 """Search over a conditional space with a known front: learning, duplicates, restarts, warm starts."""
 
+import json
 import math
+import random
 import shutil
 from typing import Any
 
@@ -258,3 +260,80 @@ def test_a_warm_start_leaves_out_other_data(digits: str, tmp_path: Any) -> None:
     searching = OptunaSearch(space, base=base, count=3, sampler="tpe", seed=0)
     runs = [(run_of(None, data__path=str(path)), 0.9, 1e6) for path in (digits, copy, other)]
     assert [searching.warm_start([run]) for run in runs] == [1, 1, 0]
+
+
+ROUTER: dict[str, Any] = {KIND: "soft"}
+
+
+def derived(trial: Any, most: int = 3) -> dict[str, Any]:
+    return ROUTER | {"model.moe.num_experts": 2 ** trial.suggest_int("log2_experts", 1, most)}
+
+
+def tuples(trial: Any) -> dict[str, Any]:
+    return ROUTER | {"model.moe.layers": trial.suggest_categorical("model.moe.layers", [(1,), (0, 1)])}
+
+
+def unused(trial: Any) -> dict[str, Any]:
+    trial.suggest_float("model.dropout", 0, 0.5)
+    return {"train.lr": 10 ** trial.suggest_float("log10_lr", -4, -2)}
+
+
+def written(answers: Any) -> Any:
+    return json.loads(json.dumps(answers))
+
+
+@pytest.mark.parametrize("sampler", KINDS)
+@pytest.mark.parametrize("own", [derived, tuples, unused])
+def test_any_question_is_answered_again(own: Space, sampler: Kind) -> None:
+    """Values that are derived, tuples, and answers that are not used."""
+    before = search(sampler, count=2, space=own)
+    before.check_space()
+    arms = [arm for arm in iter(before.next, None) if arm]
+    ends = [(arm.name, written(arm.changes), 0.5, 1e6) for arm in arms]
+    ends[-1] = (*ends[-1][:2], None, None)  # unfinished
+    kept = {arm.name: written(arm.answers) for arm in arms}
+    after = search(sampler, count=3, space=own)
+    after.restore(ends, kept)
+    assert after.next() == DrawnArm(name=arms[-1].name, changes=written(arms[-1].changes))
+    assert len(after._asked) == 2
+    warm = search(sampler, count=3, space=own)
+    runs = [override(BASE, arm.changes | {"name": f"other/trials/{arm.name}"}) for arm in arms]
+    answers = {run.name: kept[arm.name] for run, arm in zip(runs, arms, strict=True)}
+    assert warm.warm_start([(run, 0.5, 1e6) for run in runs], answers) == 2
+
+
+def test_a_space_of_another_range_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Arms that it does not offer any more stay, and count, and are no lesson."""
+    name, changes = "tpe-0001", written(ROUTER | {"model.moe.num_experts": 8})
+    for most, learns in ((3, 1), (5, 1), (2, 0)):
+        searching = search("tpe", count=3, space=lambda trial, most=most: derived(trial, most))
+        searching.restore([(name, changes, 0.5, 1e6)], {name: {"log2_experts": 3}})
+        assert len(searching._asked) == learns
+        assert (f"does not offer {name}" in caplog.text) == (not learns)
+        arms = [arm for arm in iter(searching.next, None) if arm]
+        assert [arm.name for arm in arms] == ["tpe-0002", "tpe-0003"]
+        assert changes not in [written(arm.changes) for arm in arms]
+
+
+def undecided(trial: Any) -> dict[str, Any]:
+    return {"train.lr": trial.suggest_float("lr", 1e-4, 1e-2) * random.random()}
+
+
+NAMELESS = [derived, tuples]
+
+
+def nameless(trial: Any) -> dict[str, Any]:
+    return {"model.depth": 2 + NAMELESS.index(trial.suggest_categorical("depth", NAMELESS))}
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [(undecided, "the same answers make other changes"), (nameless, "an answer has no lasting name")],
+)
+def test_a_space_that_cannot_go_on_is_refused_at_once(own: Space, message: str) -> None:
+    for refuse in (
+        search("random", count=2, space=own).check_space,
+        search("random", count=2, space=own).next,
+    ):
+        with pytest.raises(UsageError, match=f"the space cannot be continued after a stop.*{message}"):
+            refuse()
