@@ -35,7 +35,7 @@ def as_json(answers: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(_text(answers))
 
 
-def replay(
+def ask_again(
     space: Space, answers: Mapping[str, Any], fields: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the answers in the space's own terms, and the changes that it makes of them.

@@ -26,7 +26,7 @@ from orchestrator.codec import changed_fields, flat, override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.answers import OutsideError, Space, as_json, replay
+from orchestrator.sweeps.answers import OutsideError, Space, as_json, ask_again
 
 log = logging.getLogger(__name__)
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # Optuna logs every trial.
@@ -181,7 +181,7 @@ class OptunaSearch:
             self._proposed += 1
             kept = (answers or {}).get(name)
             try:
-                params, again = replay(self.space, kept or {}, flat(run))
+                params, again = ask_again(self.space, kept or {}, flat(run))
                 if kept is not None and self._key(again) != run:
                     raise OutsideError("it makes other changes of these answers")
                 self._asked[name] = self._ask_for(params)
@@ -218,7 +218,7 @@ class OptunaSearch:
         taken = 0
         for run, quality, cost in runs:
             try:
-                params, changes = replay(self.space, (answers or {}).get(run.name, {}), flat(run))
+                params, changes = ask_again(self.space, (answers or {}).get(run.name, {}), flat(run))
                 differs = changed_fields(flat(override(self.base, changes)), flat(run)).keys() - {*INCIDENTAL}
             except (OutsideError, UsageError):
                 continue
@@ -245,7 +245,7 @@ class OptunaSearch:
         if self.base is not None:
             try:
                 written = self._key(json.loads(json.dumps(changes)))
-                again = self._key(replay(self.space, as_json(asked.params))[1])
+                again = self._key(ask_again(self.space, as_json(asked.params))[1])
                 reason = "" if written == again == key else "the same answers make other changes"
                 if " at 0x" in str(as_json(asked.params)):
                     reason = "an answer has no lasting name"

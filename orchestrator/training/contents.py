@@ -12,7 +12,7 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.records import CONFIG, is_place
 
-Changes = Mapping[str, tuple[Any, Any]]  # field -> (before, now)
+ChangedFields = Mapping[str, tuple[Any, Any]]  # field -> (before, now)
 
 
 def contents_of(fields: Mapping[str, Any]) -> dict[str, str]:
@@ -34,7 +34,7 @@ def recorded_at(checkpoint: str) -> dict[str, str]:
     return {}
 
 
-def moved(changes: Changes, contents: Mapping[str, str]) -> set[str]:
+def moved(changes: ChangedFields, contents: Mapping[str, str]) -> set[str]:
     """Returns the changed fields whose data or weights merely lie elsewhere.
 
     Args:
