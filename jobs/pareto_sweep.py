@@ -347,10 +347,8 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
 
     own, uri = SweepDir.of(sweep.base), flags.run.places.uri()
     if left := run.trials_left():
-        print(
-            f"Budget exhausted: {left} trials not finished. Run again with a larger --budget-hours or"
-            " --budget-usd to continue."
-        )
+        more = "Run again with a larger --budget-hours or --budget-usd to continue."
+        print(f"Budget exhausted: {left} trials not finished. {more}")
     print_frontier(frontier)
     floor = guessing(sweep.base) if sweep.quality == sweep.base.task.quality else 0.0
     if poor := [point.arm for point in frontier.points if point.quality <= floor]:

@@ -49,7 +49,9 @@ def connect(say: Callable[[str], None] = lambda line: None) -> None:
         host, colon, port = address.rpartition(":")
         if colon and port.isdigit():  # Ray itself would try for minutes
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-        if starts := services.canonicalize_bootstrap_address(None)  # pyright: ignore[reportArgumentType] is None:
+        # pyright does not know that Ray takes None for the address of the environment.
+        starts = services.canonicalize_bootstrap_address(None) is None  # pyright: ignore[reportArgumentType]
+        if starts:
             _make_token(say)
         with _deaf_to_hangup(), _without_passwords():
             ray.init(logging_level=logging.ERROR, log_to_driver=False)

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from orchestrator.training.lock import Holder, holder_of
+from orchestrator.training.lock import holder_of
 from orchestrator.training.run_directory import RunDir, Status, kind_of
-from orchestrator.training.sweep_directory import SweepDir
+from orchestrator.training.sweep_directory import SweepDir, owner_of
 
 # running   a process works there, and gives signs of life
 # lost      a process worked there, and ended without a word: it was killed, or its machine is gone
@@ -25,7 +25,7 @@ _OF_RUN: dict[Status, State] = {
 
 def directory_state(directory: str) -> State | None:
     """Returns the state of the run, the sweep or the trial in a directory; None if there is none of them."""
-    holder = owner_of(directory)
+    holder = holder_of(owner_of(directory))  # trials have the lock of their sweep
     lives = bool(holder and holder.lives)
     if (sweep := SweepDir(directory).record()) is not None:
         if lives:
@@ -36,11 +36,3 @@ def directory_state(directory: str) -> State | None:
         return None
     own = _OF_RUN[RunDir(directory).state(live=lives).status]
     return "lost" if own == "stopped" and holder else own
-
-
-def owner_of(directory: str) -> Holder | None:
-    """Returns the process that works in a directory, or was killed there; of a trial, that of its sweep."""
-    if holder := holder_of(directory):
-        return holder
-    sweep = directory.rsplit("/", 2)[0]
-    return holder_of(sweep) if kind_of(sweep) == "sweep" else None
