@@ -140,7 +140,7 @@ def test_the_quickstart_confirms_its_knee(
     words = ["--seeds", "1", "--max-concurrent", "1", "--set", "train.steps=12", "train.report_every=6"]
     stopped, said = call(pareto_sweep.main, *words)
     assert not stopped
-    assert "[4/4]" in said
+    assert "[ 4/4]" in said
     assert "retraining" in said
     spent = json.loads((empty_home / "quickstart/spent.json").read_text())
     assert (len(spent["jobs"]), spent["running"]) == (5, []), "the confirmation is paid for too"

@@ -12,9 +12,10 @@ from moe.parallel import sum_over_ranks
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch
+from orchestrator.data.stream import in_process
 from orchestrator.training.loop import evaluate, train_step
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.worker import build_model
+from orchestrator.training.worker import build_model, train_worker
 from tests.moe.parity import default_dtype, share, spawn
 
 
@@ -47,6 +48,20 @@ def check_ranks_train_as_one(
     (folder / "cases").write_bytes(pickle.dumps((dict(cases), alone)))
     spawn(ranks, _compare, str(folder))
     return alone
+
+
+def train_on_ranks(run: RunConfig, folder: Path, until: int | None = None) -> dict[int, Metrics]:
+    """Trains a run on all its workers, from its own data, and returns the reports of the first."""
+    (folder / "run").write_bytes(pickle.dumps((run, until)))
+    spawn(run.scale.workers, _train, str(folder))
+    return pickle.loads((folder / "reports").read_bytes())
+
+
+def _train(rank: int, ranks: int, folder: str) -> None:
+    (run, until), reports = pickle.loads(Path(folder, "run").read_bytes()), dict[int, Metrics]()
+    train_worker(run, report=lambda step, m: reports.update({step: m}), read=in_process, until=until)
+    if rank == 0:
+        Path(folder, "reports").write_bytes(pickle.dumps(reports))
 
 
 def _compare(rank: int, ranks: int, folder: str) -> None:
