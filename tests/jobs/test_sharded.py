@@ -29,8 +29,8 @@ def report(call: Call, out: Path, *flags: str) -> dict:
 
 
 def test_rounded_figures(home: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In bfloat16, on one worker and without Ray, which `test_predictions` starts. Figures that are not rounded
-    equal those of a whole model in tests/orchestrator/evaluation/test_sharded.py.
+    """In bfloat16, on one worker and without Ray, which `test_predictions` starts. Figures that are not
+    rounded equal those of a whole model in tests/orchestrator/evaluation/test_sharded.py.
     """
     asked = []
 
