@@ -98,8 +98,11 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned() -> None:
-    """Fills uninitialised memory with NaN or the largest integer in every test."""
+    """Begins each test on one thread, and fills memory that it does not set with NaN or the largest integer."""
+    import torch
+
     poison_memory()
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

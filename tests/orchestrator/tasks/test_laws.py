@@ -72,11 +72,3 @@ def test_a_config_of_before_has_its_loss_in_the_task() -> None:
     run = read_config(RunConfig, tree)
     assert flat(run)["task.loss"] == "sigmoid"
     assert override(RunConfig(), {"train.loss": "sigmoid"}) == run
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from sklearn.datasets import load_digits
 
 from orchestrator.codec import override
@@ -118,12 +117,3 @@ def test_two_workers_train_as_one(recipes, tmp_path):
     ends = {recipe: found[-2]["train/loss"] for recipe, found in expected.items()}
     assert len(set(ends.values())) == len(recipes), "each switch changes something"
     assert all(found[0]["train/loss"] != found[-2]["train/loss"] for found in expected.values())
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    assert not dist.is_initialized()
