@@ -98,7 +98,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned() -> None:
-    """Begins each test on one thread, and fills memory that it does not set with NaN or the largest integer."""
+    """Begins a test on one thread, and fills memory that it does not set with NaN or the largest integer."""
     import torch
 
     poison_memory()
