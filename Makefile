@@ -6,6 +6,7 @@ export MOE_FRONTIER_HOME ?= $(CURDIR)/runs
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 export MLFLOW_DISABLE_TELEMETRY ?= true
 export RAY_USAGE_STATS_ENABLED ?= 0
+unexport PYTHONDONTWRITEBYTECODE  # each process of the tests would compile all of them anew
 
 .PHONY: setup sweep test test-smoke test-all test-machines check bench docs ui cluster-local cluster-local-stop clean
 

@@ -34,7 +34,11 @@ hypothesis.settings.load_profile("many" if os.environ.get("MOE_FRONTIER_ALL_PART
 
 
 # What costs seconds to make -> how files that use it are known.
-SHARED = {"cluster": r'\bcluster: None|usefixtures\("cluster"\)', "undisturbed": r"[(,] ?undisturbed\b"}
+SHARED = {
+    "cluster": r'\bcluster: None|usefixtures\("cluster"\)',
+    "undisturbed": r"[(,] ?undisturbed\b",
+    "ranks": r"\bspawn\(|_train_as_one\(|train_on_ranks\(",  # the server that forks them
+}
 
 
 class OneRay(LoadFileScheduling):
@@ -94,8 +98,11 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned() -> None:
-    """Fills uninitialised memory with NaN or the largest integer in every test."""
+    """Begins a test on one thread, and fills memory that it does not set with NaN or the largest integer."""
+    import torch
+
     poison_memory()
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -151,29 +158,35 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], st
     return put
 
 
-@pytest.fixture(scope="session")
-def trained_home(
-    digits: str, empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """A storage with what `train_sweep` leaves; not to be trained in."""
-    from tests.trained_sweep import train_sweep
-
-    home = tmp_path_factory.mktemp("trained")
-    empty_store(home)
-    train_sweep(home, digits)
-    return home
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures of frontiers are empty files: drawing one takes half a second."""
+def touch_pictures(patch: pytest.MonkeyPatch) -> None:
     from orchestrator.frontier.frontier import Frontier
 
     def touch(_: Frontier, *paths: Path) -> None:
         for path in paths:
             path.touch()
 
-    monkeypatch.setattr(Frontier, "save_picture", touch)
+    patch.setattr(Frontier, "save_picture", touch)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of frontiers are empty files: drawing one takes half a second."""
+    touch_pictures(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def trained_home(
+    digits: str, empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A storage with what `train_sweep` leaves, with empty pictures; not to be trained in."""
+    from tests.trained_sweep import train_sweep
+
+    home = tmp_path_factory.mktemp("trained")
+    empty_store(home)
+    with pytest.MonkeyPatch.context() as patch:
+        touch_pictures(patch)
+        train_sweep(home, digits)
+    return home
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from moe.layer import MoEConfig
 from moe.models.vit import Block
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SoftmaxConfig
-from tests.golden_report import Arrays, Meta, Report
+from tests.golden_report import Arrays, Meta, Report, block_state
 
 NOT_HERE = {"hash_position", "base"}  # kinds of routers of the file
 
@@ -59,23 +59,10 @@ def block_of(z: Arrays, meta: Meta, router: RouterConfig) -> Block:
     moe = MoEConfig(num_experts=experts, router=router)
     shape: Any = {"heads": meta["heads"], "qk_norm": False, "dropout": 0.0, "causal": True}
     block = Block(width, hidden, moe=moe, index=0, **shape).to(z["x"].dtype).eval()
-    values = {f"norm{i}.{name}": z[f"ln{i}_{name[0]}"] for i in (1, 2) for name in ("weight", "bias")}
-    values |= {
-        "attention.qkv.weight": torch.cat([z[f"W{part}"].T for part in "qkv"]),
-        "attention.qkv.bias": torch.cat([z[f"b{part}"] for part in "qkv"]),
-        "attention.out.weight": z["Wo"].T,
-        "attention.out.bias": z["bo"],
-        "mlp.experts.w_in_EDF": z["W1"],
-        "mlp.experts.b_in_EF": z["b1"],
-        "mlp.experts.w_out_EFD": z["W2"],
-        "mlp.experts.b_out_ED": z["b2"],
-        "mlp.router.phi_DEC" if router.kind == "soft" else "mlp.router.gate_DE": z[
-            "phi" if router.kind == "soft" else "router"
-        ],
-    }
+    values = {"phi_DEC": z["phi"]} if router.kind == "soft" else {"gate_DE": z["router"]}
     if router.kind == "mixture":
-        values["mlp.router.temperature"] = torch.ones(1)
-    block.load_state_dict(values)
+        values["temperature"] = torch.ones(1)
+    block.load_state_dict(block_state(z, values))
     return block
 
 

@@ -17,8 +17,7 @@ from moe.routers.token_choice import chosen_by, top_experts, z_loss
 from moe.routers.top_k import MAX_SCALE, TopKRouter, cosines, score
 from moe.routing import GatherRouting, Router
 from moe.rows import RowsRouting
-from tests.golden_report import Arrays, Meta, Report
-from tests.golden_routers import EXPERT_WEIGHTS
+from tests.golden_report import EXPERTS, Arrays, Meta, Report, experts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +218,7 @@ def seats(z: Arrays, meta: Meta, report: Report) -> None:
     kept = _scattered(z["ids"], z["keep"].double(), experts)
     report.exact("keep", torch.equal(_dense(routing) > 0, kept > 0))
     routing.weight_GEC.retain_grad()
-    mlps = _experts(z)
+    mlps = experts_of(z)
     y = routing.combine(mlps(routing.dispatch(z["x"].unsqueeze(0))))[0]
     report.close("y", y, z["y"])
     (y * z["cotangent"]).sum().backward()
@@ -245,7 +244,7 @@ def dropless(z: Arrays, meta: Meta, report: Report) -> None:
     }.items():
         report.exact(name, torch.equal(found, z[name].long()))
     report.close("weights", routing.weight_GSK[0], z["weights"])
-    mlps, weight_GSK = _experts(z), routing.weight_GSK.detach().requires_grad_()
+    mlps, weight_GSK = experts_of(z), routing.weight_GSK.detach().requires_grad_()
     rows = mlps(routing.dispatch(z["x"].unsqueeze(0)), None, routing.count_E)
     y = replace(routing, weight_GSK=weight_GSK).combine(rows)[0]
     report.close("y", y, z["y"])
@@ -267,7 +266,7 @@ def shared(z: Arrays, meta: Meta, report: Report) -> None:
     )
     layer = MoELayer(config, dim=z["x"].shape[1], hidden=1).double()
     object.__setattr__(layer.router, "logits", lambda *_: z["logits"].unsqueeze(0))
-    layer.experts = _experts(z)
+    layer.experts = experts_of(z)
     assert isinstance(layer.shared, MLP)
     for part, number in (("up", "1"), ("down", "2")):
         linear = getattr(layer.shared, part)
@@ -349,15 +348,8 @@ def _scattered(ids: Tensor, values: Tensor, experts: int) -> Tensor:
     return values.new_zeros(len(ids), experts).scatter(1, ids.long(), values)
 
 
-def _experts(z: Arrays) -> Experts:
-    experts = Experts(*z["W1"].shape).double()
-    for ours, theirs in EXPERT_WEIGHTS.items():
-        experts.get_parameter(ours).data.copy_(z[theirs])
-    return experts
-
-
 def _gradients(z: Arrays, experts: Experts, report: Report) -> None:
-    for ours, theirs in EXPERT_WEIGHTS.items():
+    for ours, theirs in EXPERTS.items():
         gradient = experts.get_parameter(ours).grad
         assert gradient is not None
         if theirs[0] == "b":

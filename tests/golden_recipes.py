@@ -8,7 +8,7 @@ from moe.layer import MoEConfig
 from moe.models.vit import Block, ViTConfig
 from moe.routers import SoftConfig
 from orchestrator.data.plan import Plan
-from tests.golden_report import Arrays, Meta, Report
+from tests.golden_report import Arrays, Meta, Report, block_state
 
 
 def block(z: Arrays, meta: Meta, report: Report) -> None:
@@ -28,33 +28,11 @@ def block(z: Arrays, meta: Meta, report: Report) -> None:
         drop_path=meta["drop"],
         layer_scale=1.0,
     ).double()
-    ours.load_state_dict(_state(weights, soft=soft))
+    ours.load_state_dict(block_state(weights, {"phi_DEC": weights["phi"]} if soft else None))
     valid_B, keep_2B = torch.ones(len(z["x"])), torch.stack([z["keep_attention"], z["keep_mlp"]])
     y = ours(z["x"], valid_B, _keys(ours, keep_2B)).x
     report.close("y", y, z["y"])
     report.close("y - x", y - z["x"], z["y"] - z["x"])
-
-
-def _state(p: dict[str, Tensor], *, soft: bool) -> dict[str, Tensor]:
-    state = {
-        "attention.qkv.weight": torch.cat([p[f"W{part}"].T for part in "qkv"]),
-        "attention.qkv.bias": torch.cat([p[f"b{part}"] for part in "qkv"]),
-        "attention.out.weight": p["Wo"].T,
-        "attention.out.bias": p["bo"],
-        "scale1_D": p["gamma1"],
-        "scale2_D": p["gamma2"],
-    }
-    for norm in ("1", "2"):
-        state |= {f"norm{norm}.weight": p[f"ln{norm}_w"], f"norm{norm}.bias": p[f"ln{norm}_b"]}
-    for norm in ("q", "k") if "ln_q" in p else ():
-        state[f"attention.norm_{norm}.weight"] = p[f"ln_{norm}"]
-    if not soft:
-        layers = {"up": "1", "down": "2"}
-        state |= {f"mlp.{ours}.weight": p[f"W{theirs}"].T for ours, theirs in layers.items()}
-        return state | {f"mlp.{ours}.bias": p[f"b{theirs}"] for ours, theirs in layers.items()}
-    experts = {"w_in_EDF": "W1", "b_in_EF": "b1", "w_out_EFD": "W2", "b_out_ED": "b2"}
-    state |= {f"mlp.experts.{ours}": p[theirs] for ours, theirs in experts.items()}
-    return state | {"mlp.router.phi_DEC": p["phi"]}
 
 
 def _keys(ours: Block, keep_2B: Tensor) -> Tensor:

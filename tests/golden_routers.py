@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import moe.routers.affinity
 import moe.routers.soft
-from moe.experts import Experts
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig, sinkhorn_plan
 from moe.routers.choice import CapacityConfig
@@ -20,11 +19,10 @@ from moe.routers.soft import SoftRouter
 from moe.routers.sparse_transport import sparse_plan
 from moe.routers.token_choice import TokenChoiceRouter, balance_loss, importance_loss, load_loss, top_experts
 from moe.routing import Routing
-from tests.golden_report import Arrays, Meta, Report
+from tests.golden_report import EXPERTS, Arrays, Meta, Report, experts_of, set_weights
 
 DUAL = 1e-3  # absolute, of the sparse plans' dual bound
 MOST_ITERATIONS = 500_000  # of Sinkhorn; few tokens with logits around 100 need many
-EXPERT_WEIGHTS = {"w_in_EDF": "W1", "b_in_EF": "b1", "w_out_EFD": "W2", "b_out_ED": "b2"}
 ABLATIONS = {  # name -> dispatch, combine
     "identity": ("identity", "identity"),
     "uniform": ("uniform", "uniform"),
@@ -265,13 +263,9 @@ def _noise(z: Arrays) -> ExitStack:
 
 def _layer(z: Arrays, meta: Meta, report: Report, router: nn.Module, weights: dict[str, str]) -> Routing:
     """Dispatch, combine, output, and every gradient of sum(y * r). `weights`: our name -> the file's."""
-    E, D, F = z["W1"].shape
-    experts = Experts(E, D, F).to(z["x"].dtype)
-    with torch.no_grad():
-        for module, names in ((router, weights), (experts, EXPERT_WEIGHTS)):
-            assert {name for name, _ in module.named_parameters()} == set(names)
-            for ours, theirs in names.items():
-                module.get_parameter(ours).copy_(z[theirs])
+    E = len(z["W1"])
+    experts = experts_of(z)
+    set_weights(router, weights, z)
     x = z["x"].clone().requires_grad_()
     x_GSD, valid_GS, keys_GS = _inputs(x, meta, z)
     with _noise(z):
@@ -293,7 +287,7 @@ def _layer(z: Arrays, meta: Meta, report: Report, router: nn.Module, weights: di
     (y * z["r"]).sum().backward()
     if "grad_x" in z:
         report.gradient("grad_x", x.grad, z["grad_x"])
-    for module, names in ((router, weights), (experts, EXPERT_WEIGHTS)):
+    for module, names in ((router, weights), (experts, EXPERTS)):
         for ours, theirs in names.items():
             if f"grad_{theirs}" in z:
                 report.gradient(f"grad_{theirs}", module.get_parameter(ours).grad, z[f"grad_{theirs}"])

@@ -19,7 +19,7 @@ from orchestrator.optimizers import SGDConfig
 from orchestrator.schedules import DeitConfig
 from orchestrator.training.average import Average
 from papers.vmoe import vtab
-from tests.golden_report import Arrays, Meta, Report
+from tests.golden_report import EXPERTS, Arrays, Meta, Report
 from tests.moe.parts import build_layer
 
 
@@ -115,10 +115,9 @@ def upcycle(z: Arrays, meta: Meta, report: Report) -> None:
     for name, config in routers.items():
         dim, hidden = z["p/W1"].shape
         layer = build_layer(config, dim=dim, hidden=hidden, num_experts=experts).double()
-        mlp = {"w_in_EDF": "W1", "b_in_EF": "b1", "w_out_EFD": "W2", "b_out_ED": "b2"}
         with torch.no_grad():
             layer.router.gate_DE.copy_(z["p/router"])
-            for ours, theirs in mlp.items():
+            for ours, theirs in EXPERTS.items():  # copies of one MLP
                 layer.experts.get_parameter(ours).copy_(z[f"p/{theirs}"])
             y, routing = layer(z["x"][None])
         report.close(f"y/{name}", y[0], z[f"y/{name}"])

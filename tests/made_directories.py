@@ -35,11 +35,28 @@ def report(run: RunConfig, reports: Mapping[int, Mapping[str, float]]) -> None:
     writer.close()
 
 
+def named(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name.replace("__", "/"): value for name, value in metrics.items()}
+
+
+def pause(run: RunConfig, step: int, *, time_s: float = 0.0, **metrics: float) -> None:
+    """Pauses the run as early stopping or the end of a budget does."""
+    begin(run)
+    RunDir.of(run).write_result(Result(status="paused", step=step, metrics=named(metrics), time_s=time_s))
+
+
+def change_result(run: RunConfig, **fields: object) -> None:
+    result = RunDir.of(run).result()
+    assert result is not None
+    RunDir.of(run).write_result(replace(result, **fields))
+
+
 def end(
     run: RunConfig, step: int, *, status: str = "finished", weights: str = "w1", **metrics: float
 ) -> None:
     """Ends the run as training does: a last report, and its result. In names of metrics __ stands for /."""
-    values = {name.replace("__", "/"): value for name, value in metrics.items()}
+    begin(run)
+    values = named(metrics)
     report(run, {step: values})
     checkpoint = f"checkpoints/step-{step:08d}"
     result = Result(
@@ -73,14 +90,15 @@ def begin_sweep(sweep: Sweep, **fields: object) -> str:
     return directory
 
 
-def end_sweep(sweep: Sweep, ends: Mapping[str, float | str], *, cost: float = 1e9) -> str:
-    """A whole sweep. `ends`: trial -> its accuracy, or how else it ended; others never began."""
-    directory = begin_sweep(sweep, status="finished")
+def end_sweep(sweep: Sweep, ends: Mapping[str, float | str], *, cost: float = 1e9, **fields: object) -> str:
+    """A whole sweep, with these fields in its record. `ends`: trial -> its accuracy, or how else it ended;
+    others never began.
+    """
+    directory = begin_sweep(sweep, **{"status": "finished", **fields})
     for name, trial in sweep.trials().items():
         how = ends.get(name)
         if how is None:
             continue
-        folder = begin(trial.run)
         costs = {"cost__train_flops_6mac": cost, "cost__device_s": 2.0, "cost__forward_gflops_2mac": 1.0}
         costs["cost__marginal_train_flops_6mac"] = cost / 10
         if isinstance(how, float):
@@ -88,9 +106,9 @@ def end_sweep(sweep: Sweep, ends: Mapping[str, float | str], *, cost: float = 1e
         elif how == "diverged":
             end(trial.run, 1, status="diverged", train__loss=float("nan"), **costs)
         elif how == "stopped":
-            RunDir(folder).write_result(Result(status="paused", step=1, metrics={"val/acc1": 0.5}))
+            pause(trial.run, 1, val__acc1=0.5)
         else:
-            RunDir(folder).write_error(how)
+            RunDir(begin(trial.run)).write_error(how)
     return directory
 
 
@@ -98,3 +116,7 @@ def sweep_record(directory: str) -> SweepRecord:
     record = SweepDir(directory).record()
     assert record is not None
     return record
+
+
+def change_record(directory: str, **fields: object) -> None:
+    SweepDir(directory).write(replace(sweep_record(directory), **fields))

@@ -13,8 +13,7 @@ from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import Sync
 from orchestrator.training.fit import fit
 from orchestrator.training.run_directory import RunDir
-from orchestrator.training.sweep_directory import SweepDir
-from tests.made_directories import begin_sweep, sweep_record
+from tests.made_directories import begin_sweep, change_record
 
 ARMS = {
     "dense": {},
@@ -38,7 +37,7 @@ def train_arms(sweep: Sweep, home: Path, data: str) -> dict[str, RunConfig]:
     directory = begin_sweep(sweep, data_digest=open_manifest(data).digest())
     for run in sweep.runs().values():
         fit(run, lambda step, metrics: None)
-    SweepDir(directory).write(replace(sweep_record(directory), status="finished"))
+    change_record(directory, status="finished")
     publish(directory)
     Sync(open_store(home), directory).update()
     return sweep.runs()

@@ -219,7 +219,7 @@ def test_interrupted(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_source_of_ones_own(call: Call, tmp_path: Path, home: Path) -> None:
+def test_a_source_of_ones_own(call: Call, tmp_path: Path) -> None:
     own, out = ROOT / "tests/own/stripes.py", str(tmp_path / "shards")
     error, lines = call("--source", f"{own}:make", "--out", out)
     assert error == ""

@@ -22,6 +22,7 @@ from orchestrator.evaluation.models import load_model
 from orchestrator.sweeps.driver import make_search
 from orchestrator.sweeps.preflight import check_metrics
 from orchestrator.sweeps.run import QUIET
+from orchestrator.sweeps.scales import TINY
 from orchestrator.tracking.store import EXPERIMENT
 
 ROOT = Path(__file__).parents[2]
@@ -128,23 +129,28 @@ def test_a_search_learns_from_its_own_data_alone(
             make_search(asked.make(), options, QUIET)
 
 
-@pytest.mark.smoke  # 12 trials, and a confirmation on two workers
-def test_the_quickstart_confirms_its_knee(cluster: None, empty_home: Path, call: Call) -> None:
-    """`make sweep` with fewer steps, one seed and one trial at a time."""
+@pytest.mark.smoke  # four trials, and a confirmation on two workers
+def test_the_quickstart_confirms_its_knee(
+    cluster: None, empty_home: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make sweep` with fewer steps, one of its widths, one seed and one trial at a time."""
+    sizes = TINY.sizes_of["quickstart"]
+    assert len(sizes) == 3
+    monkeypatch.setitem(TINY.sizes_of, "quickstart", {"w24": sizes["w24"]})
     words = ["--seeds", "1", "--max-concurrent", "1", "--set", "train.steps=12", "train.report_every=6"]
     stopped, said = call(pareto_sweep.main, *words)
     assert not stopped
-    assert "[12/12]" in said
+    assert "[ 4/4]" in said
     assert "retraining" in said
     spent = json.loads((empty_home / "quickstart/spent.json").read_text())
-    assert (len(spent["jobs"]), spent["running"]) == (13, []), "the confirmation is paid for too"
+    assert (len(spent["jobs"]), spent["running"]) == (5, []), "the confirmation is paid for too"
 
     uri = f"sqlite:///{empty_home}/mlflow.db"
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name(EXPERIMENT)
     assert experiment
     runs = client.search_runs([experiment.experiment_id])
-    assert Counter(run.data.tags["role"] for run in runs) == {"sweep": 1, "trial": 12, "confirm": 1}
+    assert Counter(run.data.tags["role"] for run in runs) == {"sweep": 1, "trial": 4, "confirm": 1}
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert any(run.data.tags.get("pareto") == "true" for run in runs)
     confirmed = next(run for run in runs if run.data.tags["role"] == "confirm")

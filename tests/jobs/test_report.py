@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,9 @@ from jobs import report
 from jobs._cli import UNSENT
 from orchestrator.sweeps import driver, publish
 from orchestrator.sweeps.publish import FILES, REPORT
+from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.lock import InUse, locked
-from orchestrator.training.sweep_directory import SweepDir
+from tests.made_directories import begin, change_record, end_sweep, run_at
 from tests.trained_sweep import open_store
 
 Call = Callable[..., tuple[str, str]]
@@ -39,9 +40,7 @@ def test_a_sweep_whose_driver_was_killed_is_sent_and_one_that_trains_is_not(
 ) -> None:
     """Both say that they run; the lock tells them apart."""
     directory = f"{home}/tiny"
-    record = SweepDir(directory).record()
-    assert record
-    SweepDir(directory).write(replace(record, status="running"))
+    change_record(directory, status="running")
     store = empty_store(tmp_path)
     with locked(directory):
         _, printed = call(report.main, "--name", "tiny", "--tracking-uri", store)
@@ -51,6 +50,20 @@ def test_a_sweep_whose_driver_was_killed_is_sent_and_one_that_trains_is_not(
     assert f"MLflow at {store} has all of {directory}" in printed
     assert "This sweep is lost: its process was killed." in printed
     assert "This sweep is lost" in (home / "tiny" / FILES[0]).read_text()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_page_elsewhere_says_what_trains(call: Call, tmp_path: Path) -> None:
+    """An arm that has begun runs only while a command trains it."""
+    sweep = Sweep(base=run_at(tmp_path, "s"), arms={"a": {}, "b": {}})
+    directory = end_sweep(sweep, {"a": 0.8}, status="running")
+    begin(sweep.runs()["b"])
+
+    flags = ("--name", "s", "--storage", str(tmp_path), "--out", f"{tmp_path}/page")
+    for says, trains in (("running", locked(directory)), ("interrupted", nullcontext())):
+        with trains:
+            assert call(report.main, *flags)[0] == ""
+        assert f"<b>1</b> {says}" in (tmp_path / "page/frontier.html").read_text()
 
 
 def test_a_command_that_trains_waits_for_a_report(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,18 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pandas
 import pytest
 
 from jobs import evaluate, predict
+from orchestrator.checkpoint.models import ModelRef
+from orchestrator.codec import override
+from orchestrator.evaluation import sharded
+from orchestrator.evaluation.sharded import Sharding
+from tests.moe.parity import one_rank
 
 Call = Callable[..., tuple[str, str]]
 TOGETHER = ("--workers", "2", "--ep", "2")
@@ -21,19 +28,31 @@ def report(call: Call, out: Path, *flags: str) -> dict:
     return found
 
 
-@pytest.mark.smoke
-def test_rounded_figures(cluster: None, home: Path, call: Call, tmp_path: Path):
-    """In bfloat16. Figures that are not rounded equal those of a whole model in
-    tests/orchestrator/evaluation/test_sharded.py, and predictions below.
+def test_rounded_figures(home: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In bfloat16, on one worker and without Ray, which `test_predictions` starts. Figures that are not
+    rounded equal those of a whole model in tests/orchestrator/evaluation/test_sharded.py.
     """
+    asked = []
+
+    def answers(self: Sharding, model: ModelRef, function: Any, *, batch_size: int) -> list[Any]:
+        asked.append((self.workers, self.ep, self.root))
+        found = list[Any]()
+        alone = override(self.check(model, batch_size), {"scale.workers": 1, "scale.ep": 1})
+        given = {"run": alone, "model": model, "function": function, "dtype": self.dtype}
+        with one_rank("cpu"):
+            sharded._work({**given, "queue": SimpleNamespace(put=found.append)})
+        return found
+
+    monkeypatch.setattr(Sharding, "answers", answers)
+    for needs_ray in ("jobs._sharded.connect", "orchestrator.training.resources.check_shared"):
+        monkeypatch.setattr(needs_ray, lambda *_: None)
     one = report(call, tmp_path / "one.json")
     many = report(call, tmp_path / "many.json", *TOGETHER, "--dtype", "bfloat16")
+    assert asked == [(2, 2, str(home))]
     assert many["dtype"] == "bfloat16"
-    assert many["latency"]["device"] == "CPU, 1 thread, 2 workers"
     assert many["latency"]["batch"] == 64
     loss = many["metrics"]["loss"]
     assert loss != one["metrics"]["loss"] == pytest.approx(loss, rel=0.02)
-    assert not list((home / "evaluation").iterdir())
 
 
 @pytest.mark.slow
@@ -42,6 +61,8 @@ def test_every_figure(cluster: None, home: Path, call: Call, tmp_path: Path):
     assert one["metrics"]["acc1"] == many["metrics"]["acc1"]
     assert one["metrics"]["loss"] == pytest.approx(many["metrics"]["loss"], rel=1e-5)
     assert many["classes"]["acc1"] == one["classes"]["acc1"]
+    assert many["latency"]["device"] == "CPU, 1 thread, 2 workers"
+    assert not list((home / "evaluation").iterdir())
 
 
 @pytest.mark.slow

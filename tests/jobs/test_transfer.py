@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from jobs import evaluate, finetune, train
-from orchestrator.codec import override, read_config, to_dict
+from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_process
 from orchestrator.tracking.store import open_reader
 from orchestrator.training.worker import train_worker
 from tests.mlflow_reader import RunInfo, children, find_sweep, newest_of
-from tests.moe.parity import spawn
+from tests.orchestrator.as_one import train_on_ranks
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("model.width=16", "model.mlp_dim=32", "model.moe.num_experts=4", "train.steps=4", "train.lr=5e-3")
@@ -73,11 +73,6 @@ def test_mistakes_are_one_line(empty_home: Path, call: Call, digits: str) -> Non
         assert "\n" not in stopped
 
 
-def pretrain(rank: int, ranks: int, folder: str) -> None:
-    run = read_config(RunConfig, json.loads(Path(folder, "run.json").read_text()))
-    train_worker(run, report=lambda step, metrics: None, read=in_process)
-
-
 @pytest.mark.slow
 def test_fine_tuning_from_two_workers_beats_the_frozen_probe(digits: str, tmp_path: Path) -> None:
     """A checkpoint of two workers (FSDP, experts over both) at 8 x 8, fine-tuned by one at 16 x 16: measured
@@ -96,8 +91,7 @@ def test_fine_tuning_from_two_workers_beats_the_frozen_probe(digits: str, tmp_pa
         "scale.ep": 2,
     }
     home.mkdir()
-    (tmp_path / "run.json").write_text(json.dumps(to_dict(override(RunConfig(), changes))))
-    spawn(2, pretrain, str(tmp_path))
+    train_on_ranks(override(RunConfig(), changes), tmp_path)
     args = ["pre", "--name", "tuned", "--data", digits, "--image-size", "16", "--seeds", "2"]
     args += ["--set", "train.steps=200", "--set", "train.lr=0.015"]
     first = in_a_process(home, *args)

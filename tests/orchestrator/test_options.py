@@ -4,14 +4,12 @@ A field that is new, that nothing reads, or whose reader is lost, fails here by 
 """
 
 import ast
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-import torch
 
 from moe.codec import dataclasses_of, hints_of
 from moe.config import members
@@ -93,14 +91,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def places(root: Path) -> list[tuple[str, Place]]:
     return [*{**MODELS, **LAYERS}.items(), *TRAINING.items(), *in_files(root).items()]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def names_read() -> set[str]:

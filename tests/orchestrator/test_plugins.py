@@ -54,12 +54,6 @@ def digest(file: Path) -> str:
     return sha256(file.read_bytes()).hexdigest()
 
 
-def in_another_process(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-
 def test_a_config_names_the_plugins_of_its_parts(peak):
     files = [OWN / "cosine.py", OWN / "convnet.py", OWN / "lion.py", peak]
     loaded = load_plugins(files)
@@ -77,30 +71,18 @@ def test_a_config_names_the_plugins_of_its_parts(peak):
     assert source in (OWN / "convnet.py").read_text(), "tracebacks and torch.compile show the lines"
 
 
-READ = """
-import json, pickle, sys
-from pathlib import Path
-from orchestrator import RunConfig
-from orchestrator.codec import read_config
-try:
-    read_config(RunConfig, json.loads(Path(sys.argv[1], "run.json").read_text()))
-except ValueError as error:
-    print(error)
-run, moe = pickle.loads(Path(sys.argv[1], "run.pickle").read_bytes())
-print(moe is run.model.moe, run.train.schedule.rate(3, peak=0.5, total=9), run.plugins)
-"""
-
-
-def test_a_config_takes_its_plugins_to_another_process(peak, tmp_path):
+def test_a_config_takes_its_plugins_to_another_process(peak, new_process):
     load_plugins([OWN / "cosine.py", peak])
     run = override(RunConfig(), {"model.moe.router.kind": "cosine", "train.schedule.kind": "peak"})
-    (tmp_path / "run.pickle").write_bytes(pickle.dumps([run, run.model.moe]))
-    (tmp_path / "run.json").write_text(json.dumps(to_dict(run)))
-    done = in_another_process(READ, tmp_path)
-    refused, read = done.stdout.splitlines()
-    assert refused.startswith(f"made with the plugin cosine.py (SHA-256 {digest(OWN / 'cosine.py')[:12]}..)")
-    assert "and it is not loaded: load that file" in refused
-    assert read == f"True 0.5 {run.plugins}"
+    pickled, written, plugins = pickle.dumps([run, run.model.moe]), to_dict(run), run.plugins
+    new_process()
+    what = rf"made with the plugin cosine.py \(SHA-256 {digest(OWN / 'cosine.py')[:12]}\.\.\)"
+    with pytest.raises(ValueError, match=f"{what}.* and it is not loaded: load that file"):
+        read_config(RunConfig, written)
+    again, moe = pickle.loads(pickled)
+    assert moe is again.model.moe
+    assert (again.train.schedule.rate(3, peak=0.5, total=9), again.plugins) == (0.5, plugins)
+    assert type(again.model.moe.router) is not type(run.model.moe.router), "made anew from its text"
 
 
 def test_a_changed_plugin_is_another(peak, tmp_path, new_process):
@@ -232,7 +214,9 @@ def test_other_processes_get_what_a_file_defines_by_value(tmp_path: Path) -> Non
     (tmp_path / "made.pickle").write_bytes(cloudpickle.dumps(made))
     file.unlink()
     code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).of)"
-    assert in_another_process(code, tmp_path / "made.pickle").stdout == "(16, 32)\n"
+    command = [sys.executable, "-c", code, tmp_path / "made.pickle"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "(16, 32)\n"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from tests.orchestrator.checkpoint.counted import (
     flip,
     folder,
     odd,
-    save,
     saved,
     step_restored,
     wrong,
@@ -187,16 +186,6 @@ def test_names_of_directories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saved(f"file://{tmp_path}/a/", 1)
     assert step_restored(f"file://{tmp_path}/a") == step_restored("a/") == 1
-
-
-def test_a_directory_that_is_a_file(tmp_path):
-    (tmp_path / "checkpoints").write_text("mine")
-    checkpoints = Checkpoints(str(tmp_path / "checkpoints"), IN_STEP)
-    assert checkpoints.restore(*odd()) is None
-    save(checkpoints, 1)
-    with pytest.raises(OSError, match="checkpoints"):
-        checkpoints.finish()
-    assert (tmp_path / "checkpoints").read_text() == "mine"
 
 
 @pytest.mark.slow

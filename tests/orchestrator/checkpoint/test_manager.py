@@ -1,12 +1,8 @@
 """Saving beside training: the state at the call, without waiting; and what happens when a save fails."""
 
-import logging
 import math
-import os
-import resource
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +16,7 @@ from orchestrator.checkpoint.files import state_of
 from orchestrator.checkpoint.manager import Checkpoints, NotFiniteError, Snapshot
 from orchestrator.config import CheckpointConfig
 from tests.lanes import mostly_smoke
-from tests.orchestrator.checkpoint.counted import IN_STEP, fill, folder, odd, said, save, saved, step_restored
+from tests.orchestrator.checkpoint.counted import IN_STEP, fill, folder, odd, save, step_restored
 from tests.orchestrator.checkpoint.operations import before_opening
 from tests.orchestrator.checkpoint.small_runs import (
     FAST,
@@ -229,107 +225,3 @@ def test_the_same_step_again(asynchronous, place):
     assert checkpoints.failures == 0
     assert step_restored(place) == 5
     assert len(storage.names(manifests.folder_of(place, 5))) == 3
-
-
-@both_ways
-def test_interrupts_end_the_run(asynchronous, tmp_path):
-    def stop(_: str) -> None:
-        raise KeyboardInterrupt
-
-    checkpoints = Checkpoints(str(tmp_path), CheckpointConfig(asynchronous=asynchronous))
-
-    def save_and_wait() -> None:
-        save(checkpoints, 1)
-        checkpoints.settle()
-
-    with before_opening(stop), pytest.raises(KeyboardInterrupt):
-        save_and_wait()
-    assert step_restored(tmp_path) is None
-
-
-@both_ways
-@pytest.mark.parametrize("at", ["weights", "manifest"])
-def test_errors_do_not_end_the_run(at, asynchronous, tmp_path, caplog):
-    """A failure is logged at the next call at the latest; the run fails only if it was the last save."""
-
-    def fail(location: str) -> None:
-        if ("manifest" in location) == (at == "manifest"):
-            raise MemoryError("no memory for it")
-
-    checkpoints = Checkpoints(str(tmp_path), CheckpointConfig(asynchronous=asynchronous))
-    with before_opening(fail):
-        save(checkpoints, 1)
-        checkpoints.settle()
-    assert checkpoints.failures == 1
-    assert "saving step 1" in caplog.text
-    assert "MemoryError('no memory for it')" in caplog.text
-    assert storage.names(str(tmp_path)) == []
-    with pytest.raises(OSError, match="no memory for it"):
-        checkpoints.finish()
-
-
-def test_a_directory_that_may_only_be_read(tmp_path, monkeypatch, caplog):
-    """It can be resumed from, though nothing in it can be removed or saved."""
-    saved(tmp_path, 1)
-    (tmp_path / "step-00000002.0123abcd.tmp").mkdir()
-
-    def refuse(location: str, *_):
-        raise PermissionError(f"{location} is read-only")
-
-    for name in ("make_folder", "open_to_write", "delete", "write_bytes"):
-        monkeypatch.setattr(storage, name, refuse)
-    assert step_restored(tmp_path) == 1
-    assert "read-only" in caplog.text
-    checkpoints = Checkpoints(str(tmp_path), IN_STEP)
-    save(checkpoints, 2)
-    assert checkpoints.failures == 1
-
-
-def test_a_foreign_folder_in_the_place_of_a_step(tmp_path, caplog):
-    saved(tmp_path, 1)
-    theirs = tmp_path / "step-00000002" / "notes"
-    theirs.parent.mkdir()
-    theirs.write_text("mine")
-    checkpoints = Checkpoints(str(tmp_path), IN_STEP)
-    save(checkpoints, 2)
-    assert checkpoints.failures == 1
-    assert "step-00000002 exists already" in caplog.text
-    assert theirs.read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
-
-
-@contextmanager
-def small_files(pages: int) -> Iterator[None]:
-    """Lets the kernel refuse to make a file longer than so many quarters of a page."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (pages * 1024, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@both_ways
-def test_a_full_disk(asynchronous, tmp_path, caplog):
-    """Full after any number of bytes: training continues, and saves when there is room again. Only a run
-    without its last weights fails.
-    """
-    directory = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(str(directory), CheckpointConfig(asynchronous=asynchronous))
-    save(checkpoints, 1)
-    checkpoints.settle()
-    for pages in range(60):
-        caplog.clear()
-        with small_files(pages):
-            save(checkpoints, 2 + pages)
-            checkpoints.settle()
-        if checkpoints.failures == pages:
-            break
-        (line,) = said(caplog, logging.ERROR)
-        assert f"saving step {2 + pages} to {directory} failed" in line
-        assert "File too large" in line
-        assert os.listdir(directory) == ["step-00000001"]
-    assert pages > 4
-    assert step_restored(directory) == 2 + pages
-    with small_files(3):
-        save(checkpoints, 99)
-        with pytest.raises(OSError, match=r"saving step 99 to .* failed: .*File too large"):
-            checkpoints.finish()

@@ -1,6 +1,5 @@
 """Checkpoints on S3, also when storage fails: what is reported, what stays, what a run continues from."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,11 @@ from orchestrator import storage, stores
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.config import CheckpointConfig
-from tests.lanes import mostly_slow
 from tests.moe.parity import spawn
-from tests.orchestrator.checkpoint.counted import IN_STEP, odd, restored, said, save, saved, step_restored
+from tests.orchestrator.checkpoint.counted import IN_STEP, odd, said, save, saved, step_restored
 from tests.orchestrator.checkpoint.lives import Plan, check, died_saving, live
 from tests.orchestrator.checkpoint.small_runs import assert_same, built, train, whole_state
 
-LARGE = 200_000  # rows: files of several parts
 KINDS = ["weights-", "optimizer-", "manifest.json"]
 
 
@@ -78,26 +75,6 @@ def test_each_byte_is_fetched_once(bucket, monkeypatch):
     assert len(from_s3) == len(whole) == 2
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, fast=["weights-", "manifest.json"]))
-@pytest.mark.parametrize("fault", mostly_slow(["busy", "cut upload", "short"], fast=["cut upload"]))
-def test_a_file_that_cannot_be_written(fault, kind, bucket, caplog):
-    """Training continues; the checkpoint before is intact; the failed attempt leaves no files."""
-    directory = bucket.uri("checkpoints")
-    checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False))
-    save(checkpoints, 1)
-    before = bucket.all_keys()
-    with bucket.failing(fault, lambda request: request.startswith("PUT") and kind in request):
-        save(checkpoints, 2)
-    assert checkpoints.failures == 1
-    (line,) = said(caplog, logging.ERROR)
-    assert f"saving step 2 to {directory} failed: OSError" in line
-    assert bucket.all_keys() == before
-    save(checkpoints, 3)
-    checkpoints.finish()
-    assert manifests.steps(directory) == [1, 3]
-    assert step_restored(directory) == 3
-
-
 @pytest.mark.smoke
 def test_faults_that_end(bucket):
     """A second of refusals, and a connection cut in the middle of each file, up and down, are retried."""
@@ -116,25 +93,6 @@ def test_faults_that_end(bucket):
         assert checkpoints.failures == 0, kind
         with bucket.failing("cut download", holds, times=1, attempts=3):
             assert step_restored(directory) == step, kind
-
-
-def test_parts_that_cannot_be_written(bucket):
-    """No part of a large file stays, not even where listings do not show it."""
-    directory = bucket.uri("checkpoints")
-    checkpoints = Checkpoints(directory, CheckpointConfig())
-    save(checkpoints, 1, rows=LARGE)
-    checkpoints.settle()
-    before = bucket.all_keys()
-    with bucket.failing("busy", lambda request: "partNumber=2" in request):
-        save(checkpoints, 2, rows=LARGE)
-        checkpoints.settle()
-    assert any("partNumber=2" in request for request in bucket.proxy.requests)
-    assert checkpoints.failures == 1
-    assert bucket.all_keys() == before
-    assert bucket.uploads() == []
-    manifest = restored(directory, rows=LARGE)
-    assert manifest
-    assert manifest.step == 1
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.files import load_state
 from orchestrator.checkpoint.manager import Checkpoints, NotFiniteError
 from orchestrator.config import CheckpointConfig
-from tests.moe.parity import spawn
+from tests.moe.parity import TOLERANCE, spawn
 from tests.orchestrator.checkpoint.counted import file_of, flip
 from tests.orchestrator.checkpoint.operations import before_opening
 from tests.orchestrator.checkpoint.small_runs import (
@@ -54,8 +54,6 @@ LOADED_BY_ONE = [  # run, saved, loaded
     (MIXTURE, "copies", "plain"),
     (TOKEN_CHOICE, "plain", "one rank"),
 ]
-# relative, for losses whose sums are in another order
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 IN_STEP = CheckpointConfig(asynchronous=False)
 REPORT = {"images": 24, "progress": {"device_s": 1.5}, "config": {}}
 

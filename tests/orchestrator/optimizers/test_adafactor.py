@@ -1,22 +1,14 @@
-"""Adafactor: against loops over its definition, and on several ranks against one process."""
+"""Adafactor against loops over its definition."""
 
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from moe.models.vit import ViT
-from moe.parallel import build_sharded, make_mesh
-from orchestrator.codec import override
-from orchestrator.config import RunConfig
 from orchestrator.optimizers import base
 from orchestrator.optimizers.adafactor import Adafactor, factored_dims
-from tests.moe.parity import TOLERANCE, default_dtype, spawn
-from tests.orchestrator.checkpoint.small_runs import ADAFACTOR, SMALL, train
 
 RATES = [0.0, *(1e-2 / (1 + step) for step in range(19))]  # the first update of a warm-up has rate 0
 CAP = 0.8  # reached at the 8th update
@@ -149,57 +141,6 @@ def test_it_is_its_definition(chunk: int, monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_factored_dims(shape: tuple[int, ...], expert: bool, dims: tuple[int, int] | None) -> None:
     assert factored_dims(shape, 32, expert=expert) == dims
-
-
-LAYOUTS = {  # by ranks
-    2: [{"ep": 1}, {"ep": 2}],
-    4: [{"ep": 1}, {"ep": 2}, {"ep": 4}, {"ep": 2, "dp_replicate": 2}],
-}
-CASES = {2: [("soft", torch.float64), ("token_choice", torch.float32)]}
-CASES[4] = [*CASES[2], ("soft", torch.float32), ("token_choice", torch.float64)]
-STEPS, RATE = range(20), 3e-3
-
-
-def built(router: str, dtype: torch.dtype, **mesh: int) -> tuple[ViT, torch.optim.Optimizer]:
-    """Builds a model of which all kinds of weights are factored, those of the router and the head too."""
-    fields = {"model.moe.router.kind": router, "model.num_classes": 10}
-    fields |= {"model.moe.router.slots_per_expert": 2} if router == "soft" else {}
-    run = override(RunConfig(), SMALL | ADAFACTOR | fields)
-    with default_dtype(dtype):
-        model = build_sharded(run.model, make_mesh("cpu", **mesh), seed=0) if mesh else ViT(run.model, seed=0)
-    return model, run.train.optimizer.build(model)
-
-
-def worker(rank: int, ranks: int, folder: str) -> None:
-    expected = torch.load(f"{folder}/expected")
-    for mesh, (router, dtype) in product(LAYOUTS[ranks], CASES[ranks]):
-        model, optimizer = built(router, dtype, **mesh)
-        losses = train(model, optimizer, STEPS, RATE)
-        theirs, columns = expected[router, dtype]
-        what = f"{router}, {dtype}, {mesh}"
-        for loss, one in zip(losses, theirs, strict=True):
-            assert abs(loss - one) <= TOLERANCE[dtype] * one, f"{what}: {losses}, expected {theirs}"
-        for name, param in model.named_parameters():
-            if name in columns:
-                col_var = optimizer.state[param]["col_var"]
-                assert isinstance(col_var, DTensor)
-                error = (col_var.full_tensor() - columns[name]).norm() / columns[name].norm()
-                assert error <= 100 * TOLERANCE[dtype], f"{what}: {name}"
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.smoke
-def test_several_ranks_equal_one_process(ranks: int, tmp_path: Path) -> None:
-    expected = {}
-    for router, dtype in CASES[ranks]:
-        model, optimizer = built(router, dtype)
-        losses = train(model, optimizer, STEPS, RATE)
-        states = {name: optimizer.state[param] for name, param in model.named_parameters()}
-        columns = {name: state["col_var"] for name, state in states.items() if "col_var" in state}
-        assert {"blocks.1.mlp.experts.w_in_EDF", "head.weight", "position_SD"} <= columns.keys()
-        expected[router, dtype] = losses, columns
-    torch.save(expected, tmp_path / "expected")
-    spawn(ranks, worker, str(tmp_path))
 
 
 @pytest.mark.gpu

@@ -18,9 +18,17 @@ from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.store import open_tracking
 from orchestrator.tracking.sync import Sync
-from orchestrator.training.run_directory import Result, RunDir
 from orchestrator.training.sweep_directory import SUMMARY, SweepDir
-from tests.made_directories import begin, end, end_sweep, run_at, sweep_record
+from tests.made_directories import (
+    begin,
+    change_record,
+    change_result,
+    end,
+    end_sweep,
+    pause,
+    run_at,
+    sweep_record,
+)
 from tests.mlflow_reader import children, find_sweep
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -75,25 +83,17 @@ def test_the_page_says_how_branches_are_charged(tmp_path: Path) -> None:
 def test_the_reference_stays_where_the_sweep_began(tmp_path: Path) -> None:
     """A dearer arm changes no hypervolume that was told before."""
     sweep = sweep_at(tmp_path)
-    directory = end_sweep(sweep, {"a": 0.8})
-    SweepDir(directory).write(
-        replace(sweep_record(directory), reference={"cost/train_flops_6mac": 1e10, "val/acc1": 0.1})
-    )
+    directory = end_sweep(sweep, {"a": 0.8}, reference={"cost/train_flops_6mac": 1e10, "val/acc1": 0.1})
     before = sweep_frontier(directory)[0].hypervolume
-    run = sweep.runs()["b"]
-    begin(run)
-    end(run, 3, val__acc1=0.5, cost__train_flops_6mac=9e9)
+    end(sweep.runs()["b"], 3, val__acc1=0.5, cost__train_flops_6mac=9e9)
     assert sweep_frontier(directory)[0].hypervolume == before > 0
 
 
 def test_the_reference_rises_when_an_arm_costs_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Else the best arm would count nothing. The command says that hypervolumes do not compare."""
     sweep = sweep_at(tmp_path)
-    directory = end_sweep(sweep, {"a": 0.8})
-    reference = {"cost/train_flops_6mac": 1e10, "val/acc1": 0.1}
-    SweepDir(directory).write(replace(sweep_record(directory), reference=reference))
+    directory = end_sweep(sweep, {"a": 0.8}, reference={"cost/train_flops_6mac": 1e10, "val/acc1": 0.1})
     before = publish(directory).hypervolume
-    begin(sweep.runs()["b"])
     end(sweep.runs()["b"], 3, val__acc1=0.9, cost__train_flops_6mac=5e10)
     assert "do not compare" not in caplog.text
     for _ in range(2):
@@ -117,9 +117,8 @@ def test_a_trial_has_one_state_everywhere(
     arms = ("good", "begun", "paused", "broken", "nan", "hot", "new")
     sweep = sweep_at(tmp_path, arms={arm: {} for arm in arms})
     ends = {"good": 0.8, "paused": "stopped", "broken": "bad", "nan": math.nan, "hot": "diverged"}
-    directory = end_sweep(sweep, ends)
+    directory = end_sweep(sweep, ends, status=status)
     begin(sweep.runs()["begun"])
-    SweepDir(directory).write(replace(sweep_record(directory), status=status))  # pyright: ignore
     states = {"good": "finished", "begun": "interrupted", "paused": paused}
     states |= {"broken": "failed", "nan": "failed", "hot": "diverged"}
     frontier = publish(directory)
@@ -143,10 +142,9 @@ def test_a_trial_that_paused_is_drawn_at_its_end(tmp_path: Path) -> None:
     sweep = sweep_at(tmp_path)
     run = sweep.runs()["a"]
     directory = end_sweep(sweep, {"b": 0.6})
-    begin(run)
+    other = {"val__loss": 9.0, "cost__train_flops_6mac": 1.0, "cost__device_s": 1.0}
     for step, quality in ((1, 0.5), (2, 0.9)):
-        metrics = {"val/acc1": quality, "val/loss": 9.0, "cost/train_flops_6mac": 1.0, "cost/device_s": 1.0}
-        RunDir.of(run).write_result(Result(status="paused", step=step, metrics=metrics, time_s=float(step)))
+        pause(run, step, time_s=float(step), val__acc1=quality, **other)
     end(run, 3, val__acc1=0.8, val__loss=0.7, cost__train_flops_6mac=2e9, cost__device_s=4.0)
     point, _ = sweep_frontier(directory)[0].points
     assert (point.arm, point.status) == ("a", "finished")
@@ -171,10 +169,7 @@ def test_every_number_of_a_point_is_the_mean_of_its_seeds(
     for name in ("a-seed1", "a-seed0"):
         point.load_run(name)
         assert loaded.pop().endswith(f"{name}/checkpoints/step-00000003")
-    own = RunDir.of(sweep.runs()["a-seed0"])
-    result = own.result()
-    assert result
-    own.write_result(replace(result, checkpoint=""))
+    change_result(sweep.runs()["a-seed0"], checkpoint="")
     with pytest.raises(UsageError, match="trial 'a-seed0' has no checkpoint in "):
         sweep_frontier(directory)[0].points[0].load_run("a-seed0")
 
@@ -182,12 +177,10 @@ def test_every_number_of_a_point_is_the_mean_of_its_seeds(
 def test_a_search_learns_from_what_finished_on_the_same_data(digits: str, tmp_path: Path) -> None:
     sweep = Sweep(base=run_at(tmp_path, "s", data__path=digits), arms={arm: {} for arm in "abcd"})
     directory = end_sweep(sweep, {"a": 0.8, "b": "diverged", "c": "stopped"})
-    metrics = {"val/acc1": 0.9, "cost/train_flops_6mac": 1.0}
-    RunDir.of(sweep.runs()["c"]).write_result(Result(status="paused", step=1, metrics=metrics))
+    pause(sweep.runs()["c"], 1, val__acc1=0.9, cost__train_flops_6mac=1.0)
     with pytest.raises(UsageError, match=f"s was trained on other data than {digits}"):
         judged_runs(directory, sweep)
-    record = replace(sweep_record(directory), data_digest=open_manifest(digits).digest())
-    SweepDir(directory).write(record)
+    change_record(directory, data_digest=open_manifest(digits).digest())
     ((run, *judged),) = judged_runs(directory, sweep)
     assert (run, judged) == (sweep.runs()["a"], [0.8, 1e9])
     assert judged_runs(directory, replace(sweep, quality="val/acc5")) == []
@@ -200,21 +193,14 @@ def test_cost_is_charged_when_it_was_spent(tmp_path: Path) -> None:
     sweep = sweep_at(tmp_path, arms={arm: {} for arm in "abc"})
     directory = end_sweep(sweep, {"b": 0.8})
     for arm, time_s, step, seconds in (("a", 10.0, 1, 7.0), ("c", 30.0, 1, 5.0), ("c", 2e9, 2, 6.5)):
-        folder = RunDir.of(sweep.runs()[arm]).path
-        if step == 1:
-            begin(sweep.runs()[arm])
-        metrics = {"val/acc1": 0.5, "cost/device_s": seconds}
-        RunDir(folder).write_result(Result(status="paused", step=step, metrics=metrics, time_s=time_s))
+        pause(sweep.runs()[arm], step, time_s=time_s, val__acc1=0.5, cost__device_s=seconds)
     assert sweep_frontier(directory)[0].spending == (("a", 7.0), ("c", 5.0), ("b", 2.0), ("c", 1.5))
 
 
 def test_a_better_checkpoint_than_the_last_is_named(tmp_path: Path) -> None:
     sweep = sweep_at(tmp_path, arms={"a": {}, "b": {}})
     directory = end_sweep(sweep, {"a": 0.5, "b": 0.6})
-    own = RunDir.of(sweep.runs()["b"])
-    result = own.result()
-    assert result
-    own.write_result(replace(result, best_checkpoint="checkpoints/step-00000002", best_quality=0.7))
+    change_result(sweep.runs()["b"], best_checkpoint="checkpoints/step-00000002", best_quality=0.7)
     a, b = publish(directory).points
     assert "better checkpoint" not in a.details
     assert b.details["better checkpoint"] == "checkpoints/step-00000002, 0.7"
@@ -246,11 +232,10 @@ def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
             quality = ends[f"{arm}-seed{seed}"]
             end(run, 4, weights=f"{arm}{seed}", val__acc1=quality, cost__train_flops_6mac=10.0**cost)
     retrained = run_at(tmp_path, "s/confirm/b")
-    begin(retrained)
     end(retrained, 8, weights="longer", val__acc1=0.95, cost__train_flops_6mac=500.0)
     labels = {"directory": "confirm/b", "role": "confirm", "arm": "b"}
-    record = sweep_record(directory)
-    SweepDir(directory).write(replace(record, trials={**record.trials, "confirm/b": labels}))
+    trials = sweep_record(directory).trials
+    change_record(directory, trials={**trials, "confirm/b": labels})
     publish(directory)
     summary = json.loads(Path(directory, SUMMARY).read_text())
     arms = (
@@ -277,10 +262,8 @@ def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
         assert part in knee["description"]
     assert "retrained for longer" in summary["aliases"]["confirmed"]["description"]
 
-    dearer = replace(
-        record, trials={**record.trials, "confirm/a": {**labels, "directory": "confirm/b", "arm": "a"}}
-    )
-    SweepDir(directory).write(dearer)  # an earlier call retrained another arm
+    # An earlier call retrained another arm.
+    change_record(directory, trials={**trials, "confirm/a": {**labels, "arm": "a"}})
     publish(directory)
     assert "confirmed" not in json.loads(Path(directory, SUMMARY).read_text())["aliases"]
 
@@ -288,10 +271,9 @@ def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
 def test_facts_of_a_sweep_are_on_its_page(tmp_path: Path) -> None:
     sweep = sweep_at(tmp_path, "one", seeds=(0, 1))
     ends = {"a-seed0": 0.8, "a-seed1": 0.9, "b-seed0": 0.95, "b-seed1": "stopped"}
-    directory = end_sweep(sweep, ends)
     tuned = "Tuned train.lr on 2 seeds."
-    record = replace(sweep_record(directory), baselines={"linear": 0.7}, val_images=367)
-    SweepDir(directory).write(replace(record, labels={"tuned": tuned}))
+    fields = {"baselines": {"linear": 0.7}, "val_images": 367, "labels": {"tuned": tuned}}
+    directory = end_sweep(sweep, ends, **fields)
     first = publish(directory)
     assert tuned in SweepDir(directory).summary()["note"]
     assert first.note == tuned
@@ -331,9 +313,8 @@ def test_papers_are_drawn_where_the_data_agree(
 
 def test_arms_that_were_passed_by_are_named(tmp_path: Path) -> None:
     """Those that might have added most come first, and the sum bounds what is lost."""
-    directory = end_sweep(sweep_at(tmp_path), {"a": 0.8})
     passed = {f"arm{n:02}": (n / 1000, 0.1) for n in range(15)}
-    SweepDir(directory).write(replace(sweep_record(directory), passed=passed))
+    directory = end_sweep(sweep_at(tmp_path), {"a": 0.8}, passed=passed)
     note = publish(directory).note
     assert note.startswith("Early stopping passed by 15 arms that were not worth their cost.")
     assert "cost: arm14 (1.40% for 10.0%), arm13" in note

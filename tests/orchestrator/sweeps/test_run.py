@@ -19,7 +19,7 @@ from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.progress import costs
 from orchestrator.training.run_directory import RunDir
-from tests.made_directories import begin, end, sweep_record
+from tests.made_directories import end, sweep_record
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -39,7 +39,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         while job := queue.next():
             hooks.began(job)
             run = job.trial.run
-            begin(run)
             cost = costs(run, run.train.steps)[FLOPS]
             end(run, 3, val__acc1=0.5 + run.model.width / 1000, cost__train_flops_6mac=cost)
             result = RunDir.of(run).result()

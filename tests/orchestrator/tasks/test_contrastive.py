@@ -1,7 +1,6 @@
 """Contrastive learning: its loss as a loop, and steps that do not depend on workers and microbatches."""
 
 import math
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from moe.layer import MoEConfig
 from moe.models.text import TextConfig
 from moe.models.two_towers import ImageText, TwoTowers, TwoTowersConfig
 from moe.models.vit import ViTConfig
-from moe.parallel import sum_over_ranks
 from moe.routers import RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.tokenizers import WordsConfig
 from orchestrator.codec import override, read_config, to_dict
@@ -24,12 +22,13 @@ from orchestrator.data.batch import Batch
 from orchestrator.errors import UsageError
 from orchestrator.schedules import ConstantConfig
 from orchestrator.tasks.contrastive import ContrastiveConfig, Pairs, chance_loss, pair_losses
-from orchestrator.training.loop import evaluate, train_step
+from orchestrator.training.loop import train_step
 from orchestrator.training.worker import build_model
-from tests.moe.parity import default_dtype, share, spawn
+from tests.moe.parity import default_dtype
 from tests.moe.test_graphed import OnDevice
+from tests.orchestrator.as_one import Case, check_ranks_train_as_one
 
-BATCH, STEPS, CAPTIONS, LENGTH = 8, 3, 2, 6
+BATCH, CAPTIONS, LENGTH = 8, 2, 6
 WORDS = WordsConfig(vocabulary="\n".join(["a", "photo", "of", "the", "digit", "zero", "one", "two", "three"]))
 ROUTERS: dict[str, RouterConfig | None] = {
     "dense": None,
@@ -160,39 +159,22 @@ def test_workers_train_as_one(workers: int, tmp_path: Path) -> None:
         "token choice, softmax": small_run("token_choice", loss="softmax"),
         "token choice, sigmoid, equal": small_run("token_choice", loss="sigmoid", equal_captions="match"),
     }
-    alone = {name: trained(run) for name, run in runs.items()}
-    (tmp_path / "runs").write_bytes(pickle.dumps((runs, alone)))
-    spawn(workers, check, str(tmp_path))
-
-
-def check(rank: int, workers: int, folder: str) -> None:
-    runs, alone = pickle.loads(Path(folder, "runs").read_bytes())
-    for name, run in runs.items():
-        for layout in LAYOUTS[workers]:
-            ours = trained(override(run, {"scale.workers": workers, **layout}), rank, workers)
-            for step, (got, expected) in enumerate(zip(ours, alone[name], strict=True)):
-                for metric, value in expected.items():
-                    error = abs(got[metric] - value)
-                    # The scores of an evaluation are summed in float32.
-                    tolerance = 1e-6 if metric.startswith("val/") else 1e-12
-                    assert error <= tolerance * abs(value), (name, layout, step, metric, got[metric], value)
-
-
-def trained(run: RunConfig, rank: int = 0, workers: int = 1) -> list[dict[str, float]]:
-    """Metrics of every step, and of an evaluation whose last images are padding."""
-    mine = share(rank, workers, BATCH)
-    run = override(run, {"task.classes": ("zero", "one", "two", "three")})
-    with default_dtype(torch.float64):
-        model = build_model(run, torch.device("cpu"), seed=1)
-        optimizer = run.train.optimizer.build(model)
-        parts = [random_batch(step).map(lambda field: field[mine]) for step in range(STEPS)]
-        found = [train_step(model, optimizer, part, run, step=step) for step, part in enumerate(parts)]
-        padded = [random_batch(step, valid=5).map(lambda field: field[mine]) for step in range(STEPS)]
-        values = evaluate(model, padded, run)
-    names = ("train/loss", "train/grad_norm", "train/scale", "train/text_acc1")
-    sums = [sum_over_ranks(torch.stack([each[name].double() for name in names])).tolist() for each in found]
-    steps = [dict(zip(names, each, strict=True)) for each in sums]
-    return [*steps, {name: value for name, value in values.items() if name.startswith("val/")}]
+    compared = dict.fromkeys(("loss", "grad_norm", "scale", "text_acc1"), 1e-12)
+    compared = {f"train/{name}": error for name, error in compared.items()}
+    # The scores of an evaluation are summed in float32.
+    compared |= {name: 1e-6 for name in runs["dense, softmax"].task.described if name.startswith("val/")}
+    cases = {
+        name: Case(
+            run=override(run, {"task.classes": ("zero", "one", "two", "three")}),
+            layouts=LAYOUTS[workers],
+            batch=random_batch,
+            compared=compared,
+            padded=5,
+            dtype=torch.float64,
+        )
+        for name, run in runs.items()
+    }
+    check_ranks_train_as_one(cases, tmp_path, workers)
 
 
 def test_a_frozen_tower_stays_as_it_is() -> None:

@@ -1,6 +1,5 @@
 """Laws over all tasks: a step does not depend on workers and microbatches. ``--plugin FILE`` adds a task."""
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,15 @@ from orchestrator.codec import flat, override, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch
 from orchestrator.tasks import TaskConfig
-from orchestrator.training.loop import _sum_over_workers, evaluate, train_step
-from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.worker import build_model
-from tests.moe.parity import share, spawn
+from orchestrator.training.loop import evaluate, train_step
+from tests.orchestrator.as_one import Case, check_ranks_train_as_one
 from tests.orchestrator.training.test_loop import ROUTERS, live_model, random_batch, small_run
 
-STEPS, BATCH = 3, 8
+BATCH = 8
 LIVELY = {"train.lr": 0.01, "train.schedule.warmup_steps": 0}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp=2": {"scale.workers": 2},
-    "dp=2, microbatches": {"scale.workers": 2, "train.microbatch": 2},
-    "ep=2": {"scale.workers": 2, "scale.ep": 2},
-    "ep=2, microbatches": {"scale.workers": 2, "scale.ep": 2, "train.microbatch": 2},
-}
+LAYOUTS: list[dict[str, Any]] = [
+    {"scale.ep": ep, "train.microbatch": microbatch} for ep in (1, 2) for microbatch in (None, 2)
+]
 # Tasks of other heads have laws of their own: `test_contrastive`.
 KINDS = sorted(kind for kind, cls in TaskConfig.kinds.items() if cls.needs == ("logits",))
 EVERY_TASK = pytest.mark.parametrize("task", KINDS)
@@ -47,39 +41,16 @@ def test_microbatches_have_the_gradients_of_the_whole(router: str, task: str) ->
 
 @EVERY_TASK
 def test_two_workers_train_as_one(task: str, tmp_path: Path) -> None:
-    runs: dict[str, tuple[RunConfig, list[Metrics]]] = {}
+    cases = {}
     for router in ("soft", "token_choice"):
         run = small_run(router, **{"task.kind": task}, **LIVELY)
-        alone = trained(run)
-        runs |= {f"{router}, {name}": (override(run, layout), alone) for name, layout in LAYOUTS.items()}
-    # Pickled runs bring a plugin along.
-    (tmp_path / "runs").write_bytes(pickle.dumps(runs))
-    spawn(2, check, str(tmp_path))
+        compared = {"train/loss": 1e-6, "train/grad_norm": 2e-6, run.task.quality: 1e-6}
+        cases[router] = Case(run=run, layouts=LAYOUTS, batch=batch_of, compared=compared)
+    check_ranks_train_as_one(cases, tmp_path)
 
 
-def check(rank: int, ranks: int, folder: str) -> None:
-    for name, (run, expected) in pickle.loads(Path(folder, "runs").read_bytes()).items():
-        for step, (ours, theirs) in enumerate(zip(trained(run, rank, ranks), expected, strict=True)):
-            for metric in ours.keys() & {"train/loss", "train/grad_norm", run.task.quality}:
-                error = abs(ours[metric] - theirs[metric])
-                tolerance = 2e-6 if metric == "train/grad_norm" else 1e-6
-                assert error <= tolerance * abs(theirs[metric]), (name, step, metric, error)
-
-
-def trained(run: RunConfig, rank: int = 0, workers: int = 1) -> list[Metrics]:
-    """Metrics of every step, and of an evaluation whose last images are padding."""
-    mine = share(rank, workers, BATCH)
-    model = build_model(run, torch.device("cpu"), seed=1)
-    optimizer = run.train.optimizer.build(model)
-
-    def part(seed: int, valid: int = BATCH) -> Batch:
-        return random_batch(BATCH, seed, valid=valid).map(lambda field: field[mine])
-
-    found = [
-        _sum_over_workers(train_step(model, optimizer, part(step), run, step=step)) for step in range(STEPS)
-    ]
-    values = evaluate(model, [part(step, valid=6) for step in range(STEPS)], run)
-    return [*found, {run.task.quality: values[run.task.quality]}]
+def batch_of(step: int, valid: int) -> Batch:
+    return random_batch(BATCH, step, valid=valid)
 
 
 @EVERY_TASK
@@ -101,11 +72,3 @@ def test_a_config_of_before_has_its_loss_in_the_task() -> None:
     run = read_config(RunConfig, tree)
     assert flat(run)["task.loss"] == "sigmoid"
     assert override(RunConfig(), {"train.loss": "sigmoid"}) == run
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

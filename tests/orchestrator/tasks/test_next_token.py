@@ -1,7 +1,6 @@
 """Next token: bits per byte by hand, steps that do not depend on workers, and evaluation by prefixes."""
 
 import math
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,21 +24,21 @@ from orchestrator.schedules import ConstantConfig
 from orchestrator.tasks import NextTokenConfig
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.fit import fit
-from orchestrator.training.loop import _sum_over_workers, evaluate, train_step
+from orchestrator.training.loop import evaluate, train_step
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.worker import build_model
-from tests.moe.parity import share, spawn
+from tests.orchestrator.as_one import Case, check_ranks_train_as_one
 
-BATCH, STEPS, L = 8, 3, 12
+BATCH, L = 8, 12
 ROUTERS: dict[str, RouterConfig | None] = {
     "dense": None,
     "token_choice": TokenChoiceConfig(k=1, capacity_factor=1.0, noise_std=1.0),
     "mixture": MixtureConfig(),
 }
-LAYOUTS: dict[str, dict[str, Any]] = {  # router -> a layout
-    "dense": {"scale.workers": 2, "train.microbatch": 2},
-    "token_choice": {"scale.workers": 2},
-    "mixture": {"scale.workers": 2, "scale.ep": 2},
+LAYOUTS: dict[str, dict[str, Any]] = {  # of two workers
+    "dense": {"train.microbatch": 2},
+    "token_choice": {},
+    "mixture": {"scale.ep": 2},
 }
 
 
@@ -84,34 +83,13 @@ def test_bits_are_those_of_a_loop() -> None:
 
 
 def test_two_workers_train_as_one(tmp_path: Path) -> None:
-    runs: dict[str, tuple[RunConfig, list[Metrics]]] = {}
-    for router in ROUTERS:
-        run = small_run(router)
-        runs[router] = override(run, LAYOUTS[router]), trained(run)
-    (tmp_path / "runs").write_bytes(pickle.dumps(runs))
-    spawn(2, check, str(tmp_path))
-
-
-def check(rank: int, ranks: int, folder: str) -> None:
-    for name, (run, expected) in pickle.loads(Path(folder, "runs").read_bytes()).items():
-        for step, (ours, theirs) in enumerate(zip(trained(run, rank, ranks), expected, strict=True)):
-            for metric in ours.keys() & {"train/loss", "train/bits_per_byte", "val/bits_per_byte"}:
-                assert ours[metric] == pytest.approx(theirs[metric], rel=1e-6), (name, step, metric)
-
-
-def trained(run: RunConfig, rank: int = 0, workers: int = 1) -> list[Metrics]:
-    mine = share(rank, workers, BATCH)
-    model = build_model(run, torch.device("cpu"), seed=1)
-    optimizer = run.train.optimizer.build(model)
-
-    def part(seed: int, valid: int = BATCH) -> Batch:
-        return random_batch(seed, valid=valid).map(lambda field: field[mine])
-
-    found = [
-        _sum_over_workers(train_step(model, optimizer, part(step), run, step=step)) for step in range(STEPS)
-    ]
-    assert found[-1]["train/bits_per_byte"] < found[0]["train/bits_per_byte"]
-    return [*found, evaluate(model, [part(step, valid=6) for step in range(STEPS)], run)]
+    compared = dict.fromkeys(("train/loss", "train/bits_per_byte", "val/bits_per_byte"), 1e-6)
+    cases = {
+        router: Case(run=small_run(router), layouts=[layout], batch=random_batch, compared=compared)
+        for router, layout in LAYOUTS.items()
+    }
+    for first, *_, last, _ in check_ranks_train_as_one(cases, tmp_path).values():
+        assert last["train/bits_per_byte"] < first["train/bits_per_byte"]
 
 
 def test_what_it_reports_is_described() -> None:

@@ -28,7 +28,7 @@ from orchestrator.training.average import Average
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
-from tests.moe.parity import spawn
+from tests.orchestrator.as_one import train_on_ranks
 from tests.orchestrator.checkpoint.small_runs import ADAFACTOR, SGD
 
 CHANGES = {
@@ -153,22 +153,14 @@ def test_updates_count_and_not_microbatches(run: RunConfig) -> None:
         torch.testing.assert_close(tensor, one[name], rtol=1e-4, atol=1e-5)
 
 
-def two_workers(rank: int, ranks: int, folder: str) -> None:
-    run = torch.load(f"{folder}/run.pt", weights_only=False)
-    reports = trained(run, 4, name="spread", scale__workers=ranks, scale__ep=2)
-    if rank == 0:
-        torch.save(reports, f"{folder}/reports.pt")
-
-
 @pytest.mark.smoke
 def test_two_workers_have_the_average_of_one_and_one_goes_on(run: RunConfig, tmp_path: Path) -> None:
     """They share the experts, and FSDP shards the rest. Steps after the evaluation show that it
     left the weights as they were.
     """
     whole = trained(run, name="whole")
-    torch.save(override(run, {"train.eval_every": 2}), tmp_path / "run.pt")
-    spawn(2, two_workers, str(tmp_path), timeout_s=120)
-    reports = torch.load(tmp_path / "reports.pt", weights_only=False)
+    spread = {"name": "spread", "train.eval_every": 2, "scale.workers": 2, "scale.ep": 2}
+    reports = train_on_ranks(override(run, spread), tmp_path, until=4)
     assert measured(reports[4], "val_ema/") == pytest.approx(measured(whole[4], "val_ema/"), rel=1e-4)
     # Twice what the average of two workers may differ by.
     assert abs(reports[4]["val_ema/loss"] / reports[4]["val/loss"] - 1) > 2e-4

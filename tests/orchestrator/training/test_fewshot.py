@@ -1,6 +1,5 @@
 """Few-shot figures: scikit-learn's, on one worker and on two. `tests.golden` has those of the authors."""
 
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from sklearn.linear_model import Ridge
 
 from moe.models.vit import ViT
-from orchestrator.codec import override, read_config, to_dict
+from orchestrator.codec import override
 from orchestrator.config import FewShotConfig, RunConfig
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_order, in_process
@@ -33,7 +32,7 @@ from orchestrator.training.fewshot import (
 )
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
-from tests.moe.parity import spawn
+from tests.orchestrator.as_one import train_on_ranks
 from tests.parts import png
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "fewshot__ridge.npz"
@@ -98,19 +97,13 @@ def run(digits: str, tmp_path: Path) -> RunConfig:
     return override(RunConfig(), {**SMALL, "data.path": digits, "storage": str(tmp_path)})
 
 
-def as_worker(rank: int, ranks: int, folder: str) -> None:
-    run = read_config(RunConfig, json.loads(Path(folder, "run.json").read_text()))
-    train_worker(run, report=lambda step, metrics: None, read=in_process)
-
-
 @pytest.mark.smoke
 def test_two_workers_report_what_one_does(run: RunConfig, tmp_path: Path) -> None:
     """FSDP and expert parallelism; the figures are of 364 validation images, so equal to 1/364 is equal."""
     as_worker_of_one = override(run, {"name": "one"})
     train_worker(as_worker_of_one, report=lambda step, metrics: None, read=in_process)
     two = override(run, {"name": "two", "scale.workers": 2, "scale.ep": 2})
-    Path(tmp_path, "run.json").write_text(json.dumps(to_dict(two)))
-    spawn(2, as_worker, str(tmp_path))
+    train_on_ranks(two, tmp_path)
     alone, together = RunDir.of(as_worker_of_one).result(), RunDir.of(two).result()
     assert alone is not None
     assert together is not None

@@ -1,13 +1,13 @@
 """Two processes never work in one directory, whatever their clocks say and whoever was killed."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -19,33 +19,30 @@ from orchestrator.training.lock import InUse, locked
 from orchestrator.training.metrics_file import LineWriter
 from tests.orchestrator.buckets import Bucket
 
-LOCKER = """
-import sys
-from orchestrator.training.lock import locked
-with locked(sys.argv[1]):
-    print("locked", flush=True)
-    sys.stdin.readline()
-"""
+
+def hold(directory: str, told: Connection) -> None:
+    with locked(directory):
+        told.send("locked")
+        told.recv()
 
 
 def test_two_processes_never_work_in_one_directory(tmp_path: Path) -> None:
     """The lock of a killed process is free at once."""
-    directory = f"{tmp_path}/run"
-    with subprocess.Popen(
-        [sys.executable, "-c", LOCKER, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout
-        assert other.stdout.readline() == "locked\n"
-        for fresh in (False, True):
-            with (
-                pytest.raises(UsageError, match=f"another process works in {directory}"),
-                locked(directory, fresh=fresh),
-            ):
-                pass
-        other.kill()
-        other.wait()
-        with locked(directory):
+    directory, forked = f"{tmp_path}/run", multiprocessing.get_context("fork")
+    ours, theirs = forked.Pipe()
+    other = forked.Process(target=hold, args=(directory, theirs))
+    other.start()
+    assert ours.recv() == "locked"
+    for fresh in (False, True):
+        with (
+            pytest.raises(UsageError, match=f"another process works in {directory}"),
+            locked(directory, fresh=fresh),
+        ):
             pass
+    other.kill()
+    other.join()
+    with locked(directory):
+        pass
 
 
 def test_a_folder_that_is_moved_aside_between_opening_and_locking(

@@ -1,23 +1,20 @@
 """Every switch of a recipe trains on digits, on two workers as on one."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from sklearn.datasets import load_digits
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data import augment
 from orchestrator.data.batch import Batch
-from orchestrator.training.loop import _sum_over_workers, evaluate, train_step
-from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.worker import build_model
-from tests.moe.parity import share, spawn
+from tests.orchestrator.as_one import Case, check_ranks_train_as_one
 from tests.orchestrator.training.batches import make_batch, with_fields
 
-STEPS, BATCH, TOLERANCE = 4, 16, 1e-6
+BATCH = 16
 SOFT = {"model.moe.router.kind": "soft"}
 TOKENS = {"model.moe.router.kind": "token_choice", "model.moe.router.k": 2}
 EXPERTS = {"model.moe.router.kind": "expert_choice"}
@@ -67,23 +64,24 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_of(recipe: str, workers: int) -> RunConfig:
+def run_of(recipe: str) -> RunConfig:
     small = {"model.width": 16, "model.mlp_dim": 32, "model.moe.num_experts": 4, "data.batch_size": BATCH}
     small |= {
         "train.lr": 1e-2,
         "train.clip_norm": 0.2,
-        "train.steps": STEPS,
+        "train.steps": 4,
         "train.schedule.warmup_steps": 0,
         "train.schedule.cooldown_steps": 0,
     }
-    return override(RunConfig(), small | RECIPES[recipe] | {"scale.workers": workers, "scale.ep": workers})
+    return override(RunConfig(), small | RECIPES[recipe])
 
 
-def digits(run: RunConfig, step: int, *, several: bool) -> Batch:
+def digits(run: RunConfig, several: bool, step: int, valid: int) -> Batch:
     """The whole batch of a step; with `several`, some images have two labels."""
     data, places = load_digits(), slice(step * BATCH, (step + 1) * BATCH)
     grey = torch.from_numpy(data.images[places] * 15.9).to(torch.uint8)
-    batch = make_batch(grey.unsqueeze(1).repeat(1, 3, 1, 1), torch.from_numpy(data.target[places]).long())
+    label = torch.from_numpy(data.target[places]).long()
+    batch = make_batch(grey.unsqueeze(1).repeat(1, 3, 1, 1), label, valid=valid)
     names = [f"{step}/{n}" for n in range(BATCH)]
     draws = augment.draw(names, mixup=run.data.mixup, cutmix=run.data.cutmix, size=8)
     if several:
@@ -93,26 +91,16 @@ def digits(run: RunConfig, step: int, *, several: bool) -> Batch:
     return with_fields(batch, mix=torch.from_numpy(draws)) if mixing else batch
 
 
-def trained(recipe: str, rank: int = 0, workers: int = 1) -> list[Metrics]:
-    """Metrics of every step, and of an evaluation."""
-    run, mine, several = run_of(recipe, workers), share(rank, workers, BATCH), recipe == "several labels"
-    model = build_model(run, torch.device("cpu"), seed=1)
-    optimizer = run.train.optimizer.build(model)
-    found = []
-    for step in range(STEPS):
-        batch = digits(run, step, several=several).map(lambda field: field[mine])
-        found.append(_sum_over_workers(train_step(model, optimizer, batch, run, step=step)))
-    batch = digits(run, STEPS, several=several).map(lambda field: field[mine])
-    values = evaluate(model, [batch], run)
-    return [*found, {name: values[name] for name in ("val/loss", "val/acc1")}]
-
-
-def check(rank: int, ranks: int, folder: str) -> None:
-    for recipe, expected in torch.load(f"{folder}/one").items():
-        for step, (ours, theirs) in enumerate(zip(trained(recipe, rank, ranks), expected, strict=True)):
-            for name in ours.keys() & {"train/loss", "train/grad_norm", "val/loss", "val/acc1"}:
-                error = abs(ours[name] - theirs[name])
-                assert error <= TOLERANCE * abs(theirs[name]), f"{recipe}, step {step}, {name}: {error:.1e}"
+def case_of(recipe: str) -> Case:
+    run = run_of(recipe)
+    return Case(
+        run=run,
+        layouts=[{"scale.ep": 2}],
+        batch=partial(digits, run, recipe == "several labels"),
+        compared=dict.fromkeys(("train/loss", "train/grad_norm", "val/loss", "val/acc1"), 1e-6),
+        padded=BATCH - 3,
+        steps=4,
+    )
 
 
 # Whose loss, order or statistics are of the whole batch, and optimisers with norms of whole tensors.
@@ -125,18 +113,7 @@ REST = [name for name in RECIPES if name not in WHOLE]
     "recipes", [WHOLE, pytest.param(REST, marks=pytest.mark.smoke)], ids=["whole", "rest"]
 )
 def test_two_workers_train_as_one(recipes, tmp_path):
-    expected = {recipe: trained(recipe) for recipe in recipes}
-    torch.save(expected, tmp_path / "one")
-    spawn(2, check, str(tmp_path))
+    expected = check_ranks_train_as_one({recipe: case_of(recipe) for recipe in recipes}, tmp_path)
     ends = {recipe: found[-2]["train/loss"] for recipe, found in expected.items()}
     assert len(set(ends.values())) == len(recipes), "each switch changes something"
     assert all(found[0]["train/loss"] != found[-2]["train/loss"] for found in expected.values())
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    assert not dist.is_initialized()
