@@ -212,11 +212,13 @@ def on_images_of_training(tasks: list[EvalTask]) -> bool:
     from orchestrator.data.manifest import open_manifest
     from orchestrator.training.run_directory import RunDir
 
-    def digest(task: EvalTask) -> str:
-        record = RunDir.of(task.model.run).record()
-        return record.data_digest if record else ""
+    def on_its_own(task: EvalTask) -> bool:
+        record = RunDir(task.model.directory).record() if task.model.directory else None
+        return (
+            record is not None and open_manifest(task.path).digest(record.data_digest) == record.data_digest
+        )
 
-    return all(task.split == "val" and open_manifest(task.path).digest() == digest(task) for task in tasks)
+    return all(task.split == "val" and on_its_own(task) for task in tasks)
 
 
 def show(frontier: Frontier) -> None:

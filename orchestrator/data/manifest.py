@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -68,9 +68,19 @@ class Manifest:
         size = rows * record_type(self.labels, self.fields).itemsize
         return Shard(path=f"{split}.index", rows=rows, bytes=size, sha256=self.index[split])
 
-    def digest(self) -> str:
-        """Returns a SHA-256 over the classes, shards and indexes, equal for equal data sets."""
-        return hashlib.sha256(self.to_json()).hexdigest()
+    def digest(self, known: str = "") -> str:
+        """Returns a SHA-256 over the classes, shards and indexes, equal for equal data sets wherever they lie.
+
+        `known`: a digest that is returned if it is that of these data with the places of their files, as
+        records of 0.2.0 and before have it of files of other projects.
+        """
+        if known and known == hashlib.sha256(self.to_json()).hexdigest():
+            return known
+        splits = {
+            split: tuple(replace(s, path=s.path.rpartition("/")[2]) if is_elsewhere(s) else s for s in shards)
+            for split, shards in self.splits.items()
+        }
+        return hashlib.sha256(replace(self, splits=splits).to_json()).hexdigest()
 
     def to_json(self) -> bytes:
         """Returns the content of `manifest.json`, without what is as in most data sets.
@@ -83,10 +93,14 @@ class Manifest:
         return json.dumps(tree, default=vars, sort_keys=True, separators=(",\n", ": ")).encode()
 
 
+def is_elsewhere(shard: Shard) -> bool:
+    """Returns whether a shard is a file of another project, outside of the data set."""
+    return shard.path.startswith("/") or "://" in shard.path
+
+
 def locate(data_set: str, shard: Shard) -> str:
     """Returns the absolute path or URI of a shard of the data set."""
-    elsewhere = shard.path.startswith("/") or "://" in shard.path
-    return shard.path if elsewhere else storage.join(data_set, shard.path)
+    return shard.path if is_elsewhere(shard) else storage.join(data_set, shard.path)
 
 
 def has_manifest(path: str) -> bool:

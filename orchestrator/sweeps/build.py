@@ -108,7 +108,7 @@ def judged_runs(directory: str, sweep: Sweep) -> list[tuple[RunConfig, float, fl
     """
     if (record := SweepDir(directory).record()) is None:
         raise UsageError(f"no sweep in {directory}")
-    if record.data_digest != open_manifest(sweep.base.data.path).digest():
+    if record.data_digest != open_manifest(sweep.base.data.path).digest(record.data_digest):
         raise UsageError(f"{record.name} was trained on other data than {sweep.base.data.path}")
     return [
         (trial.config, trial.metrics[sweep.quality], trial.metrics[sweep.cost])

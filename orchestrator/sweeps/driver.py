@@ -294,7 +294,7 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         name=base.name,
         began_s=time.time(),
         base=to_dict(base),
-        data_digest=manifest.digest(),
+        data_digest=manifest.digest(was.data_digest if was else ""),
         val_images=manifest.rows("val"),
         quality=sweep.quality,
         cost=sweep.cost,

@@ -44,7 +44,8 @@ def moved(changes: ChangedFields, contents: Mapping[str, str]) -> set[str]:
 
     def same(name: str, was: Any, now: Any) -> bool:
         known = is_place(was) and is_place(now)
-        return was == now or (known and digest_at(now) in {contents.get(name) or digest_at(was)} - {None})
+        recorded = contents.get(name, "")
+        return was == now or (known and digest_at(now, recorded) in {recorded or digest_at(was)} - {None})
 
     found = set[str]()
     for field, each in changes.items():
@@ -54,12 +55,12 @@ def moved(changes: ChangedFields, contents: Mapping[str, str]) -> set[str]:
     return found
 
 
-def digest_at(location: str) -> str | None:
-    """Returns the digest of a data set, of a checkpoint's weights, or of a file of weights; None if there is
-    none of these.
+def digest_at(location: str, known: str = "") -> str | None:
+    """Returns the digest of a data set (`known`: as of `Manifest.digest`), of a checkpoint's weights, or of a
+    file of weights; None if there is none of these.
     """
     try:
-        return open_manifest(location).digest()
+        return open_manifest(location).digest(known)
     except (UsageError, OSError):
         pass
     try:

@@ -145,7 +145,9 @@ def start(run: RunConfig, mode: StartMode = "auto", labels: Mapping[str, str] | 
     """
     run = decided_by_data(run)
     check_data(run)
-    record = acquire_run_dir(run, open_manifest(run.data.path).digest(), mode, labels)
+    was = RunDir.of(run).record()
+    digest = open_manifest(run.data.path).digest(was.data_digest if was else "")
+    record = acquire_run_dir(run, digest, mode, labels)
     return override(run, {"data.lanes": read_config(RunConfig, record.config).lane_count()})
 
 

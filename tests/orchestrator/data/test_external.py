@@ -1,5 +1,6 @@
 """Other projects' tars and parquet files, indexed to be trained on in place."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,20 @@ def test_a_changed_listing_is_another_data_set(theirs: Path, tmp_path: Path) -> 
     assert second != first
     assert open_manifest(second).rows("train") == 12
     assert open_manifest(first).rows("train") == 10
+
+
+def test_files_that_were_moved_are_the_same_data(theirs: Path, tmp_path: Path) -> None:
+    """Runs go on with them. A record may have the digest of 0.2.0, which knew the places of the files."""
+    first = open_manifest(index_external_shards(str(theirs), str(tmp_path / "root")))
+    moved = index_external_shards(str(theirs.rename(tmp_path / "moved")), str(tmp_path / "root"))
+    second = open_manifest(moved)
+    assert first.splits != second.splits
+    assert first.digest() == second.digest() == first.digest("unknown")
+    with_places = hashlib.sha256(first.to_json()).hexdigest()
+    assert first.digest(with_places) == with_places != second.digest(with_places)
+    tar(tmp_path / "moved" / "val-0.tar", samples(30, 2, classes=3))
+    other = open_manifest(index_external_shards(str(tmp_path / "moved"), str(tmp_path / "root2")))
+    assert other.digest() != first.digest()
 
 
 def test_names_of_classes(tmp_path: Path) -> None:
