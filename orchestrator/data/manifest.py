@@ -69,7 +69,7 @@ class Manifest:
         return Shard(path=f"{split}.index", rows=rows, bytes=size, sha256=self.index[split])
 
     def digest(self, known: str = "") -> str:
-        """Returns a SHA-256 over the classes, shards and indexes, equal for equal data sets wherever they lie.
+        """Returns a SHA-256 over classes, shards and indexes, equal for equal data sets wherever they lie.
 
         `known`: a digest that is returned if it is that of these data with the places of their files, as
         records of 0.2.0 and before have it of files of other projects.
