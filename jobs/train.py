@@ -82,14 +82,14 @@ class RunFlags:
     def trackers(self) -> tuple[TrackerConfig, ...]:
         """The trackers beside MLflow. Raises UsageError for an unknown kind."""
         from moe.config import did_you_mean
-        from orchestrator.tracking.base import TrackerConfig
+        from orchestrator.tracking.tensorboard import TensorBoardConfig
 
+        known: Any = TensorBoardConfig.kinds
         for kind in self.tracker:
-            if kind not in TrackerConfig.kinds:
-                known = ", ".join(TrackerConfig.kinds)
-                near = did_you_mean(kind, TrackerConfig.kinds)
-                raise UsageError(f"--tracker {kind} is unknown; known: {known}{near}")
-        return tuple(TrackerConfig.kinds[kind]() for kind in self.tracker)  # pyright: ignore[reportReturnType]
+            if kind not in known:
+                near = did_you_mean(kind, known)
+                raise UsageError(f"--tracker {kind} is unknown; known: {', '.join(known)}{near}")
+        return tuple(known[kind]() for kind in self.tracker)
 
     def mode(self) -> Literal["auto", "resume", "fresh"]:
         return "resume" if self.resume else "fresh" if self.fresh else "auto"

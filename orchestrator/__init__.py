@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from orchestrator.sweeps.tuning import Tuning, tune
     from orchestrator.tasks import ClassificationConfig, TaskConfig
     from orchestrator.tasks.base import Heads
+    from orchestrator.tracking.base import Follower, TrackerConfig
+    from orchestrator.tracking.tensorboard import TensorBoardConfig
     from orchestrator.training.run_directory import Result
 
 __all__ = [
@@ -71,6 +73,7 @@ __all__ = [
     "EMAConfig",
     "EarlyStopping",
     "FewShotConfig",
+    "Follower",
     "Frontier",
     "FrontierScheduler",
     "Heads",
@@ -92,6 +95,8 @@ __all__ = [
     "Sweep",
     "SweepOptions",
     "TaskConfig",
+    "TensorBoardConfig",
+    "TrackerConfig",
     "TrainConfig",
     "Transform",
     "Trunk",
@@ -151,6 +156,8 @@ _NAMES = {  # module -> what it defines
     "sweeps.tuning": ("Tuning", "tune"),
     "tasks": ("ClassificationConfig", "TaskConfig"),
     "tasks.base": ("Heads",),
+    "tracking.base": ("Follower", "TrackerConfig"),
+    "tracking.tensorboard": ("TensorBoardConfig",),
     "training.run_directory": ("Result",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

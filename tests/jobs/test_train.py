@@ -14,6 +14,7 @@ from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.store import EXPERIMENT, open_reader
+from orchestrator.tracking.tensorboard import read_events
 from tests.made_directories import begin_sweep
 from tests.mlflow_reader import find_run
 
@@ -112,8 +113,11 @@ def test_train_completes_resumes_and_refuses_another_config(home, call):
     """Once through everything that --resume and --fresh promise."""
     soft = ["--name", "soft", "--set", "model.moe.router.kind=soft", "--set", "train.steps=10"]
     assert "nothing to resume" in call(train.main, *soft, "--resume")[0]
-    stopped, first = call(train.main, *soft)
+    assert "did you mean 'tensorboard'?" in call(train.main, *soft, "--tracker", "tensorbord")[0]
+    stopped, first = call(train.main, *soft, "--tracker", "tensorboard")
     assert stopped == ""
+    (events,) = (home / "soft" / "tensorboard").iterdir()
+    assert {each.name for each in read_events(events.read_bytes())} >= {"train/loss", "val/acc1"}
     assert "step 10/10  train/loss" in first
     assert "soft is complete: finished after 10 steps" in first
     stopped, again = call(train.main, *soft)
