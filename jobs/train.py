@@ -151,7 +151,7 @@ class RunFlags:
         data, init_from = fields.pop("data.path", None), fields.pop("train.init_from", None)
         if self.data and data:
             fields.pop("model.num_classes", None)  # of other data
-        data, init_from = self.data or data, self.init_from or init_from
+        data, init_from = self.data or data, init_from if self.init_from is None else self.init_from
         # Bad places are refused before the digits are packed.
         self.places.uri()
         self.places.check_writable()

@@ -248,7 +248,7 @@ def test_sources_of_ones_own_that_are_refused(call: Call, tmp_path: Path) -> Non
     file.write_text("def make():\n    return [1]\n\ndef fail():\n    raise KeyError('x')\n")
     for source, said in {
         f"{file}:make": f"error: {file}:make must return a Source, or samples: ",
-        f"{file}:fail": f"error: {file}:fail raises KeyError('x')",
+        f"{file}:fail": f"error: {file}:fail, line 5: KeyError: 'x'",
         f"{file}:none": f"error: {file} has no function 'none'",
         f"{tmp_path}/no.py:make": f"error: no file {tmp_path}/no.py: a function of your own is ",
     }.items():

@@ -52,6 +52,7 @@ def images(model: ModelRef, data: str, **fields: Any) -> Any:
 def served(model: ModelRef, data: str) -> None:
     one = ImageClassifier.__new__(ImageClassifier)
     one.model, one.device, one.signature = model.load(), torch.device("cpu"), model.signature
+    one.threads = torch.get_num_threads()
     one.preparation, one.transform = model.preparation, Transform.of(model.signature)
     one.predict(pd.DataFrame({"image": [png(torch.zeros(8, 8, 3).numpy())]}))
 

@@ -277,7 +277,7 @@ def test_every_class_at_or_above_a_probability(
 ):
     """By a loop over all classes; none is an empty list, and files have the columns."""
     path, _ = pack_greys(train=6)
-    model = exported(tmp_path / "model.safetensors", {"model.width": 16, "task.loss": "sigmoid"})
+    model = exported(tmp_path / "model.safetensors", {"model.width": 16, "task.loss": loss})
     names = [f"class {n}" for n in range(10)]
     _, parts = list_parts(path, "val", group=1)
     table = predictor(model, path, threshold=threshold, classes=names)(pa.Table.from_pylist(parts))
