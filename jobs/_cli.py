@@ -75,8 +75,8 @@ def command(
     except BudgetExhausted as error:
         print(f"error: {with_flags(str(error))}", file=sys.stderr)
         sys.exit(OUT_OF_BUDGET)
-    except (ValueError, OSError) as error:
-        if isinstance(error, ValueError) and not _of_a_config(error):
+    except Exception as error:
+        if not _can_be_corrected(error):
             raise
         sys.exit(f"error: {with_flags(str(error))}")
     except KeyboardInterrupt as interrupt:
@@ -89,11 +89,15 @@ def command(
         _signals.restore(before)
 
 
-def _of_a_config(error: ValueError) -> bool:
-    """Whether the user can correct the error: it is a UsageError, or a config refused a value."""
+def _can_be_corrected(error: Exception) -> bool:
+    """Whether the user can correct the error, which then is a line: of usage, of files and connections, of
+    MLflow, or of a config that refused a value.
+    """
+    if isinstance(error, (UsageError, OSError)) or type(error).__name__ == "MlflowException":
+        return True
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     made = (each.f_locals.get("self") for each in frames if each.f_code.co_name == "__post_init__")
-    return isinstance(error, UsageError) or any(map(is_dataclass, made))
+    return isinstance(error, ValueError) and any(map(is_dataclass, made))
 
 
 def with_flags(message: str) -> str:

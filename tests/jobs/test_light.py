@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from jobs._cli import OUT_OF_BUDGET, command, with_flags
 from jobs._main import OLD
-from orchestrator.errors import BudgetExhausted
+from orchestrator.errors import BudgetExhausted, UsageError
 from orchestrator.sweeps import finetune
+from orchestrator.sweeps.search import SearchOptions
 from tests.jobs.bare import run_bare
 
 ROOT = Path(__file__).parents[2]
@@ -109,3 +111,14 @@ def test_a_budget_that_is_exhausted_has_a_code_of_its_own(capsys: pytest.Capture
         raise BudgetExhausted("Run again with a larger `hours`")
     assert ended.value.code == OUT_OF_BUDGET
     assert capsys.readouterr().err == "error: Run again with a larger --budget-hours\n"
+
+
+def test_what_a_user_can_correct_is_a_line() -> None:
+    """MLflow's errors too, and values that a config refuses; a fault of the program keeps its traceback."""
+    for error in (MlflowException("no right to it"), OSError("disk full"), UsageError("give `hours`")):
+        with pytest.raises(SystemExit, match=r"^error: "), command("training"):
+            raise error
+    with pytest.raises(SystemExit, match=r"^error: trials must be an integer, got 'x'"), command("training"):
+        SearchOptions(trials="x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="a fault"), command("training"):
+        raise ValueError("a fault")
