@@ -357,7 +357,7 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
     aliases = own.summary().get("aliases", {})
     record, model = own.record(), None
     with suppress(UsageError):  # MLflow is away, which a line before this says
-        model = registered_name(store, record.key) if record else None
+        model = registered_name(store, record.key) if record and store.has_models else None
     named = ", ".join(f"models:/{model}@{alias}" for alias in aliases if model)
     print(f"models   {named or 'none registered'}")
     if uri.startswith(("http://", "https://")):

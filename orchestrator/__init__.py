@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from orchestrator.tasks import ClassificationConfig, TaskConfig
     from orchestrator.tasks.base import Heads
     from orchestrator.tracking.base import Follower, TrackerConfig
+    from orchestrator.tracking.projection import Projection
     from orchestrator.tracking.tensorboard import TensorBoardConfig
     from orchestrator.training.run_directory import Result
 
@@ -82,6 +83,7 @@ __all__ = [
     "OptimizerConfig",
     "OptunaSearch",
     "Point",
+    "Projection",
     "Result",
     "RsqrtConfig",
     "RunConfig",
@@ -157,6 +159,7 @@ _NAMES = {  # module -> what it defines
     "tasks": ("ClassificationConfig", "TaskConfig"),
     "tasks.base": ("Heads",),
     "tracking.base": ("Follower", "TrackerConfig"),
+    "tracking.projection": ("Projection",),
     "tracking.tensorboard": ("TensorBoardConfig",),
     "training.run_directory": ("Result",),
 }

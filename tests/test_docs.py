@@ -228,6 +228,7 @@ def test_snippets_import_public_names_alone(page: Path) -> None:
         ("own_model", "convnet"),
         ("own_optimizer", "lion"),
         ("own_task", "proportions"),
+        ("own_tracker", "wandb_tracker"),
     ],
 )
 def test_pages_show_the_guests_that_are_tested(page: str, guest: str) -> None:

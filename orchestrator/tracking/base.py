@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from moe.config import Family
+from orchestrator import storage
 from orchestrator.errors import reason_of
 from orchestrator.tracking.projection import (
     Projection,
@@ -164,6 +165,10 @@ class Follower(ABC):
             return False
         self._missing.pop(key, None)
         return True
+
+    def write_file(self, shown: Projection, name: str, content: bytes) -> None:
+        """Writes a file into the directory of a run, on any storage, whole or not at all."""
+        storage.write_bytes(storage.join(shown.directory, name), content)
 
     def _note(self, directory: str, item: str, name: str, error: Exception) -> None:
         what = f"{item} of {name}" if item else ""

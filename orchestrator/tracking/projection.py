@@ -70,8 +70,19 @@ class Projection:
     pauses: tuple[Result, ...] = ()
     measured: tuple[str, ...] = ()
 
-    def measurement(self, name: str) -> Measurement | None:
-        return read_measurement(self.directory, name)
+    def scalars(self) -> list[Scalar]:
+        """Returns all numbers of a run, each once, by name in the order of their places.
+
+        Raises:
+            Unreadable: for files that cannot be read.
+        """
+        return ScalarReader(self.directory).new(self, {}) + self.measured_scalars()
+
+    def measured_scalars(self) -> list[Scalar]:
+        """Returns the finite figures of its measurements. Raises Unreadable as `scalars`."""
+        with reading(self.directory):
+            found = [read_measurement(self.directory, name) for name in self.measured]
+        return [scalar for each in found if each for scalar in measured_scalars(each)]
 
 
 class Unreadable(UsageError):

@@ -10,7 +10,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 
 from orchestrator import storage
 from orchestrator.tracking.base import Follower, TrackerConfig
-from orchestrator.tracking.projection import Projection, Scalar, ScalarReader, measured_scalars
+from orchestrator.tracking.projection import Projection, Scalar, ScalarReader
 
 FOLDER = "tensorboard"  # of event files, below the directory of a run or a sweep
 
@@ -49,16 +49,12 @@ class EventFiles(Follower):
                 last |= {s.name: s.at for s in read_events(storage.read_bytes(storage.join(folder, name)))}
             self._written[shown.directory] = ScalarReader(shown.directory), last
         reader, last = self._written.pop(shown.directory)  # what was read is read again after an error
-        scalars = reader.new(shown, last)
-        for name in shown.measured:
-            measured = shown.measurement(name)
-            scalars += (
-                [s for s in measured_scalars(measured) if last.get(s.name, -1) < s.at] if measured else []
-            )
+        measured = [s for s in shown.measured_scalars() if last.get(s.name, -1) < s.at]
+        scalars = reader.new(shown, last) + measured
         if scalars:
             # TensorBoard reads the files of a run in the order of their names.
             file = f"events.out.tfevents.{time.time_ns() // 1000:017d}.moe-frontier"
-            storage.write_bytes(storage.join(folder, file), events(scalars))
+            self.write_file(shown, f"{FOLDER}/{file}", events(scalars))
         self._written[shown.directory] = reader, last | {s.name: s.at for s in scalars}
 
 

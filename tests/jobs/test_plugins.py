@@ -13,6 +13,7 @@ from jobs import evaluate, export, pack_shards, pareto_sweep, predict, report, t
 from moe.load import load
 from orchestrator.plugins import load_plugins
 from tests.lanes import mostly_slow
+from tests.orchestrator.tracking.test_wandb import reported, written
 from tests.parts import png
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("cluster")]
@@ -134,3 +135,15 @@ def test_a_guest_source(empty_home, call, tmp_path):
     stopped, said = call(evaluate.main, "stripes")
     assert stopped == "", said
     assert "of 36 images" in said
+
+
+def test_training_shows_itself_in_a_tracker_of_ones_own(empty_home, call):
+    """Beside another; a run does not need its plugin."""
+    trackers = ["--plugin", str(OWN / "wandb_tracker.py"), "--tracker", "wandb", "--tracker", "tensorboard"]
+    stopped, said = call(train.main, "--name", "run", *trackers, "--set", *SHORT)
+    assert stopped == "", said
+    directory = str(empty_home / "run")
+    assert written(directory) == reported(directory)
+    assert {"train/loss", "val/acc1"} <= written(directory).keys()
+    assert [*(empty_home / "run" / "tensorboard").iterdir()]
+    assert json.loads((empty_home / "run" / "config.json").read_text())["config"]["plugins"] == []

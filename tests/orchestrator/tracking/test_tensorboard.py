@@ -1,6 +1,8 @@
 """Event files have every number once, in order, after any kill; they are those that TensorBoard reads."""
 
 import random
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -86,7 +88,7 @@ def test_a_disk_that_is_full_for_a_moment(tmp_path: Path, monkeypatch: pytest.Mo
     follower = EventFiles(directory)
     report(run, {1: {"train/loss": 1.0}})
     with monkeypatch.context() as patch:
-        patch.setattr("orchestrator.tracking.tensorboard.storage.write_bytes", full)
+        patch.setattr(storage, "write_bytes", full)
         (line,) = follower.update(live=True)
     assert line == "event files of full: no space left"
     report(run, {2: {"train/loss": 2.0}})
@@ -96,3 +98,10 @@ def test_a_disk_that_is_full_for_a_moment(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_it_is_a_kind() -> None:
     assert TrackerConfig.kinds["tensorboard"] is TensorBoardConfig
+
+
+@pytest.mark.smoke
+def test_a_new_process_knows_it() -> None:
+    program = "from orchestrator import TrackerConfig; print(*TrackerConfig.kinds)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["tensorboard"]
