@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import yaml
@@ -97,7 +97,7 @@ class Budget:
                 f"Budget exhausted: {spent_s / 3600:.3g} of {self.limit_s() / 3600:.3g} device-hours are"
                 " spent. Run again with a larger `hours` or `usd` to continue"
             )
-        return self if math.isinf(left_s) else Budget(hours=left_s / 3600)
+        return self if math.isinf(left_s) else replace(self, hours=left_s / 3600, usd=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +144,7 @@ class BudgetTracker:
         self._file = SweepDir(directory).spent
         kept = read_json(self._file) or {}
         self.spent_s: float = kept.get("device_s", 0.0)
+        self.spent_usd: float = kept.get("usd", 0.0)  # at the price of each process
         self._ended: list[tuple[float, float]] = kept.get("jobs", [])  # (FLOPs, device-seconds)
         self._running: dict[str, RunningJob] = {}
         self._saved_s = time.monotonic()
@@ -200,11 +201,19 @@ class BudgetTracker:
     def save(self) -> None:
         """Writes what is spent, and what running jobs hold so far: every half minute while they run."""
         self._saved_s = time.monotonic()
-        running = [{"device_s": job.held_s(), "pace": job.pace()} for job in self._running.values()]
-        write_json(self._file, {"device_s": self.spent_s, "jobs": self._ended, "running": running})
+        running = [
+            {"device_s": (held_s := job.held_s()), "usd": self._usd(held_s), "pace": job.pace()}
+            for job in self._running.values()
+        ]
+        spent = {"device_s": self.spent_s, "usd": self.spent_usd, "jobs": self._ended, "running": running}
+        write_json(self._file, spent)
+
+    def _usd(self, device_s: float) -> float:
+        return device_s / 3600 * self.budget.usd_per_hour
 
     def _charge(self, held_s: float, pace: Iterable[tuple[float, float]]) -> None:
         self.spent_s += held_s
+        self.spent_usd += self._usd(held_s)
         self._ended += pace
 
     def predict_s(self, flops: float) -> float:

@@ -47,7 +47,7 @@ from orchestrator.training.contents import contents_of, moved
 from orchestrator.training.fit import check_data, check_start, decided_by_data, fit, start
 from orchestrator.training.lock import locked
 from orchestrator.training.measurements import made_by
-from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.metrics_file import Metrics, poll_s
 from orchestrator.training.progress import costs
 from orchestrator.training.resources import check_resources, check_shared, is_inline
 from orchestrator.training.run_directory import (
@@ -256,7 +256,8 @@ def make_search(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSea
 
 @contextmanager
 def working_in(directory: str, mode: Mode, store: Tracking) -> Iterator[None]:
-    """Locks the directory. What was there is moved aside if `mode` is ``fresh``, and ends in MLflow.
+    """Locks the directory, and takes a request there to stop as a notice. What was there is moved aside if
+    `mode` is ``fresh``, and ends in MLflow.
 
     Raises:
         UsageError: for a copy of a directory that MLflow shows.
@@ -266,7 +267,10 @@ def working_in(directory: str, mode: Mode, store: Tracking) -> Iterator[None]:
         if aside and (missing := update_now(Sync(store, aside))):
             log.warning("MLflow may still show what is now %s as running: %s", aside, missing)
         check_original(store, directory)
-        yield
+        request = RunDir(directory)
+        storage.delete(request.stop)  # of an earlier process
+        with notice.on_request(request.asked_for_good, poll_s(directory)):
+            yield
 
 
 @contextmanager

@@ -24,6 +24,13 @@ def find_by_tag(tracking: Tracking, tag: str, value: str) -> list[Run]:
     return sorted(runs, key=lambda run: not run.data.metrics and not run.data.params)
 
 
+def runs_below(tracking: Tracking, root: str) -> list[Run]:
+    """Returns the runs whose directories lie, or lay, in the storage `root`."""
+    with mlflow_errors(tracking):
+        runs = _search(tracking, "tags.directory != ''")
+    return [run for run in runs if run.data.tags["directory"].startswith(f"{root}/")]
+
+
 def unfinished(tracking: Tracking) -> list[Run]:
     """Returns the runs that MLflow shows as running."""
     with mlflow_errors(tracking):
@@ -53,6 +60,18 @@ def check_original(tracking: Tracking, directory: str) -> None:
             found = find_by_tag(tracking, KEY, record.key)
         for run in found:
             refuse_copy(tracking, run, record.key, directory)
+
+
+def is_copy(tracking: Tracking, directory: str, key: str) -> bool:
+    """Returns whether the directory with that key is a copy, and MLflow shows the original."""
+    with mlflow_errors(tracking):
+        found = find_by_tag(tracking, KEY, key)
+    try:
+        for run in found:
+            refuse_copy(tracking, run, key, directory)
+    except UsageError:
+        return True
+    return False
 
 
 def refuse_copy(tracking: Tracking, run: Run, key: str, directory: str) -> None:

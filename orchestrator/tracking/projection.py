@@ -14,6 +14,9 @@ from orchestrator.codec import flat
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.training.measurements import (
     FOLDER,
+    HOST,
+    JOB,
+    USER,
     Measurement,
     measurement_ids,
     measurements,
@@ -159,11 +162,12 @@ def project_trials(
     members = set(SweepDir(directory).summary().get("pareto", ()))
     folders = {labels["directory"].rpartition("/")[0] for labels in sweep.trials.values()}
     begun = {(f, name) for f in folders for name in storage.names(storage.join(directory, f))}
+    who = {tag: sweep.labels[tag] for tag in (USER, HOST, JOB) if tag in sweep.labels}
     for name, labels in sweep.trials.items():
         trial = SweepDir(directory).trial(labels)
         if labels["directory"].rpartition("/")[::2] not in begun or not wanted(trial.path, name in members):
             continue
-        tags = {k: v for k, v in labels.items() if k != "directory"} | {"trial": name}
+        tags = {**who, **{k: v for k, v in labels.items() if k != "directory"}, "trial": name}
         try:
             with reading(trial.path):
                 if (record := trial.record()) is None:

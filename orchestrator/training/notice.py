@@ -1,11 +1,14 @@
 """A notice that this process will be ended soon: what trains in it saves and stops."""
 
+import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 _training = 0  # blocks that can save
 _given = False
@@ -72,6 +75,33 @@ def on_interrupt() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _given = False  # the same process may train again
+
+
+@contextmanager
+def on_request(asked: Callable[[], bool], every_s: float) -> Iterator[None]:
+    """While the block lasts, what `asked` returns is a notice too. A thread calls it every few seconds, while
+    something trains that can save.
+    """
+    global _given
+    ended, gave = threading.Event(), False
+
+    def look() -> None:
+        nonlocal gave
+        while not (ended.wait(every_s) or _given):
+            with suppress(OSError):  # the storage may answer the next time
+                if _training > 0 and asked():
+                    gave = give()
+                    log.warning("asked to stop: saving")
+
+    thread = threading.Thread(target=look, daemon=True, name="requests")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        if gave:
+            _given = False  # the same process may train again
 
 
 def refuse() -> None:

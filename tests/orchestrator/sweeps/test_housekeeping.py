@@ -1,0 +1,354 @@
+"""What belongs to a run or a sweep is removed with it, whatever fails; what has no owner is found."""
+
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orchestrator import storage
+from orchestrator.errors import UsageError
+from orchestrator.sweeps import housekeeping
+from orchestrator.sweeps.driver import working_in
+from orchestrator.sweeps.housekeeping import OLD, ownerless, remove_everywhere, stop, take
+from orchestrator.sweeps.overview import Entry, entries
+from orchestrator.sweeps.publish import publish
+from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking.find import KEY, SWEEP_KEY
+from orchestrator.tracking.registry import model_name
+from orchestrator.tracking.removal import registered
+from orchestrator.tracking.store import Tracking, open_tracking
+from orchestrator.tracking.sync import Sync
+from orchestrator.training import notice
+from orchestrator.training.lock import holder_of, locked, move_aside
+from orchestrator.training.measurements import made_by
+from orchestrator.training.run_directory import RunDir, write_json
+from orchestrator.training.state import directory_state
+from orchestrator.training.sweep_directory import SweepDir
+from tests.made_directories import begin, begin_sweep, end, end_sweep, report, run_at
+from tests.orchestrator.training.test_state import killed_in
+
+ACCURACIES = {"a": 0.5, "b": 0.7, "c": 0.6}
+
+
+@pytest.fixture(scope="module")
+def one_store(tmp_path_factory: pytest.TempPathFactory) -> Tracking:
+    folder = tmp_path_factory.mktemp("housekeeping")
+    return open_tracking(f"sqlite:///{folder}/mlflow.db", artifacts=f"{folder}/artifacts")
+
+
+def made_sweep(root: Path, name: str, store: Tracking) -> str:
+    """A finished sweep with checkpoints, of which a is cheapest and best and c is dominated, in MLflow."""
+    sweep = Sweep(base=run_at(root, name), arms={arm: {} for arm in ACCURACIES})
+    directory = end_sweep(sweep, {**ACCURACIES}, labels=made_by())
+    for arm in ACCURACIES:
+        storage.write_bytes(f"{directory}/trials/{arm}/checkpoints/step-00000003/model.pt", b"w" * 1000)
+    summary = {
+        "note": "",
+        "metrics": {"frontier/points": 1.0, "frontier/best/val/acc1": 0.7, "hypervolume": 0.1},
+        "tags": {},
+        "pareto": ["b"],
+        "aliases": {
+            "pareto-knee": {
+                "run": "b",
+                "checkpoint": "checkpoints/step-00000003",
+                "weights": "b",
+                "description": "the knee",
+            }
+        },
+        "files": [],
+        "tables": {},
+    }
+    SweepDir(directory).write_summary(summary)
+    Sync(store, directory).update()
+    return directory
+
+
+def shown(store: Tracking, root: Path) -> tuple[set[str], set[str]]:
+    """Directories of the runs in MLflow, and the names of the registered models."""
+    runs = store.client.search_runs([store.experiment_id])
+    places = {run.data.tags["directory"] for run in runs}
+    below = {place.removeprefix(f"{root}/") for place in places if place.startswith(f"{root}/")}
+    return below, {model.name for model in registered(store)}
+
+
+def named(root: Path, name: str) -> Entry:
+    (found,) = [entry for entry in entries(str(root)) if entry.name == name]
+    return found
+
+
+def test_a_storage_is_listed(tmp_path: Path, one_store: Tracking) -> None:
+    directory = made_sweep(tmp_path, "listed", one_store)
+    running = [{"device_s": 60.0, "usd": 0.5, "pace": []}]
+    write_json(SweepDir(directory).spent, {"device_s": 7200.0, "usd": 3.0, "jobs": [], "running": running})
+    lost = run_at(tmp_path, "lost")
+    killed_in(begin(lost))
+    half = Sweep(base=run_at(tmp_path, "half"), arms={arm: {} for arm in ACCURACIES}, seeds=(0, 1))
+    end_sweep(half, {"a-seed0": 0.1, "a-seed1": 0.2, "b-seed0": 0.4}, status="interrupted")
+    storage.write_bytes(f"{tmp_path}/broken/sweep.json", b"{")
+    storage.write_bytes(f"{tmp_path}/data/config.json", b"{}")  # a reserved name
+    storage.write_bytes(f"{tmp_path}/notes.txt", b"of the user")
+    assert [entry.name for entry in entries(str(tmp_path))] == ["broken", "lost", "half", "listed"]
+    found = named(tmp_path, "listed")
+    assert (found.state, found.arms_done, found.arms) == ("finished", 3, 3)
+    assert (found.front, found.knee, found.quality_name, found.quality) == (1, "b", "val/acc1", 0.7)
+    assert (found.device_s, found.usd) == (7260.0, 3.5)
+    assert {"mlflow.user": found.user, "host": found.host} == made_by()
+    files = (path for path in Path(directory).rglob("*") if path.is_file())
+    assert found.size == sum(path.stat().st_size for path in files) > 3000
+    assert (named(tmp_path, "lost").state, named(tmp_path, "broken").state) == ("lost", "unreadable")
+    found = named(tmp_path, "half")
+    assert (found.state, found.arms_done, found.arms, found.quality) == ("stopped", 1, 3, 0.4)
+
+
+def test_no_file_is_read_twice(tmp_path: Path, one_store: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_sweep(tmp_path, "once", one_store)
+    end(run_at(tmp_path, "alone"), 3, val__acc1=0.5)
+    SweepDir(f"{tmp_path}/once").write_summary({})
+    seen, read = list[str](), storage.read_bytes
+    monkeypatch.setattr(storage, "read_bytes", lambda place: seen.append(place) or read(place))
+    entries(str(tmp_path))
+    assert len(seen) == len({*seen}) >= 4
+
+
+def test_mlflow_shows_who_made_a_sweep_and_its_trials(tmp_path: Path, one_store: Tracking) -> None:
+    directory = made_sweep(tmp_path, "owned", one_store)
+    runs = one_store.client.search_runs([one_store.experiment_id], max_results=1000)
+    ours = [run.data.tags for run in runs if run.data.tags["directory"].startswith(directory)]
+    assert len(ours) == 4
+    assert all(made_by().items() <= tags.items() for tags in ours)
+
+
+def test_a_sweep_is_removed_from_everywhere(tmp_path: Path, one_store: Tracking) -> None:
+    gone, kept = made_sweep(tmp_path, "gone", one_store), made_sweep(tmp_path, "kept", one_store)
+    before = shown(one_store, tmp_path)
+    steps = remove_everywhere(str(tmp_path), "gone", one_store, dry_run=True)
+    assert [("gone" in step.what or "4 runs" in step.what) for step in steps] == [True, True]
+    assert "the registered model gone with its aliases and 4 runs in MLflow" in steps[0].what
+    assert shown(one_store, tmp_path) == before
+    artifacts = [
+        Path(run.info.artifact_uri.removeprefix("file://"))
+        for run in one_store.client.search_runs([one_store.experiment_id])
+        if run.data.tags["directory"].startswith(gone)
+    ]
+    assert remove_everywhere(str(tmp_path), "gone", one_store)[-1].size >= steps[-1].size > 3000
+    assert not Path(gone).exists()
+    assert Path(kept).exists()
+    assert not any(path.exists() for path in artifacts)
+    runs, models = shown(one_store, tmp_path)
+    assert runs == {"kept", *(f"kept/trials/{arm}" for arm in ACCURACIES)}
+    assert ("gone" in models, "kept" in models) == (False, True)
+    with pytest.raises(UsageError, match=r"no run or sweep in .*gone, and MLflow has none"):
+        remove_everywhere(str(tmp_path), "gone", one_store)
+
+
+def test_one_that_runs_is_refused(tmp_path: Path, one_store: Tracking) -> None:
+    directory = begin(run_at(tmp_path, "busy"))
+    with locked(directory), pytest.raises(UsageError, match=r"a process works in .*stop it first"):
+        remove_everywhere(str(tmp_path), "busy", one_store)
+    assert Path(directory, "config.json").exists()
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3, 4, 6])
+def test_after_a_failure_anywhere_the_same_call_finishes(
+    fails_at: int, tmp_path: Path, one_store: Tracking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"failing{fails_at}"
+    made_sweep(tmp_path, name, one_store)
+    calls = 0
+
+    def failing(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **more: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == fails_at + 1:
+                raise OSError("killed")
+            return real(*args, **more)
+
+        return call
+
+    client = type(one_store.client)
+    with monkeypatch.context() as patch:
+        for what in ("delete_run", "delete_registered_model"):
+            patch.setattr(client, what, failing(getattr(client, what)))
+        patch.setattr(storage, "delete", failing(storage.delete))
+        with pytest.raises((OSError, UsageError), match="killed"):
+            remove_everywhere(str(tmp_path), name, one_store)
+    remove_everywhere(str(tmp_path), name, one_store)
+    assert shown(one_store, tmp_path)[0] == set()
+    assert name not in shown(one_store, tmp_path)[1]
+    assert not Path(tmp_path, name).exists()
+
+
+def test_the_frontier_is_kept(tmp_path: Path, one_store: Tracking) -> None:
+    directory = made_sweep(tmp_path, "thinned", one_store)
+    name = model_name("thinned")
+    for _ in range(2):  # the second time there is nothing to do
+        steps = remove_everywhere(str(tmp_path), "thinned", one_store, keep_frontier=True)
+    assert steps == []
+    assert [Path(directory, "trials", arm, "checkpoints").exists() for arm in "abc"] == [False, True, False]
+    results = [RunDir(f"{directory}/trials/{arm}").result() for arm in "abc"]
+    assert [(r.checkpoint != "", r.metrics["val/acc1"]) for r in results if r] == [
+        (False, 0.5),
+        (True, 0.7),
+        (False, 0.6),
+    ]
+    models = one_store.client.search_logged_models([one_store.experiment_id])
+    ours = [model.name for model in models if model.tags["checkpoint"].startswith(directory)]
+    assert ours == ["b"]
+    assert "pareto-knee" in one_store.client.get_registered_model(name).aliases
+    assert publish(directory).points
+    Sync(one_store, directory).update()
+    assert ours == [
+        model.name
+        for model in one_store.client.search_logged_models([one_store.experiment_id])
+        if model.tags["checkpoint"].startswith(directory)
+    ]
+
+
+def test_only_a_sweep_that_is_over_has_a_frontier_to_keep(tmp_path: Path, one_store: Tracking) -> None:
+    begin_sweep(Sweep(base=run_at(tmp_path, "open"), arms={"a": {}}), status="interrupted")
+    with pytest.raises(UsageError, match="no sweep that is over"):
+        remove_everywhere(str(tmp_path), "open", one_store, keep_frontier=True)
+
+
+def test_a_copy_is_removed_alone(tmp_path: Path, one_store: Tracking) -> None:
+    made_sweep(tmp_path, "original", one_store)
+    before = shown(one_store, tmp_path)
+    shutil.copytree(tmp_path / "original", tmp_path / "copy")
+    remove_everywhere(str(tmp_path), "copy", one_store)
+    assert not (tmp_path / "copy").exists()
+    assert shown(one_store, tmp_path) == before
+
+
+def test_what_has_no_owner_is_found(
+    tmp_path: Path, one_store: Tracking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = str(tmp_path)
+    shutil.rmtree(made_sweep(tmp_path, "by-hand", one_store))
+    shutil.rmtree(f"{made_sweep(tmp_path, 'partly', one_store)}/trials/c")
+    move_aside(made_sweep(tmp_path, "fresh", one_store))
+    killed_in(f"{root}/nothing")
+    storage.write_bytes(f"{root}/evaluation/workers-1/config.json", b"{}")
+    storage.write_bytes(f"{root}/imports/used-1/config.json", b"{}")
+    storage.write_bytes(f"{root}/imports/unused-1/config.json", b"{}")
+    begin(run_at(tmp_path, "user", train__init_from=f"{root}/imports/used-1"))
+    storage.write_bytes(f"{root}/user/result.json.{'0' * 32}.tmp", b"{")
+    storage.write_bytes(f"{root}/mine/notes.txt", b"of the user")
+    monkeypatch.setattr(housekeeping, "UNUSED_S", -1.0)
+    steps = ownerless(root, one_store)
+    said = "\n".join(sorted(step.what for step in steps))
+    for what in (
+        "by-hand, which is gone",
+        "trials/c, which is gone",
+        "fresh.old-1, moved aside",
+        "nothing: a lock of nothing",
+        "evaluation/workers-1: a cache",
+        "imports/unused-1: named by no run",
+        "tmp: half written",
+    ):
+        assert what in said, said
+    assert len(steps) == 7
+    take(steps)
+    assert ownerless(root, one_store) == []
+    assert sorted(os.listdir(root)) == ["evaluation", "imports", "mine", "partly", "user"]
+    assert os.listdir(f"{root}/imports") == ["used-1"]
+    runs, models = shown(one_store, tmp_path)
+    assert runs == {"partly", "partly/trials/a", "partly/trials/b"}
+    assert {"by-hand", "fresh"} & models == set()
+
+
+def test_a_request_in_the_directory_is_a_notice(tmp_path: Path, one_store: Tracking) -> None:
+    """Of whatever trains there, and for that alone: the same process may train again."""
+    directory = begin(run_at(tmp_path, "asked"))
+    RunDir(directory).ask_to_stop(for_good=True)  # of an earlier command
+    found = list[str]()
+    asks = threading.Thread(target=lambda: found.append(stop(directory)))
+    with working_in(directory, "auto", one_store), notice.saving():
+        assert not Path(directory, "stop").exists()
+        asks.start()
+        while not notice.given():
+            time.sleep(0.01)
+    asks.join()
+    assert found == ["stopped"]
+    assert not notice.given()
+    assert not Path(directory, "stop").exists()
+    assert stop(directory) == "stopped"
+    with pytest.raises(UsageError, match="no run or sweep"):
+        stop(f"{tmp_path}/other")
+
+
+@pytest.mark.parametrize(("seed", "steps"), [(1, 50), pytest.param(2, 200, marks=pytest.mark.smoke)])
+def test_random_steps_leave_nothing_without_an_owner(
+    seed: int, steps: int, tmp_path: Path, one_store: Tracking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directories are made, killed, renamed, copied aside, and deleted by hand or by us, which is cut short
+    now and then. Then everything without an owner is found, and nothing that has one is lost.
+    """
+    root, chance, made = str(tmp_path), random.Random(seed), 0
+
+    def make() -> None:
+        nonlocal made
+        made += 1
+        run = run_at(tmp_path, f"n{made}")
+        if chance.random() < 0.4:
+            arms = {"a": {}, "b": {}}
+            directory = end_sweep(Sweep(base=run, arms=arms), {"a": 0.5})
+        else:
+            directory = begin(run)
+            report(run, {1: {"train/loss": 1.0}})
+        if chance.random() < 0.7:
+            Sync(one_store, directory).update(live=chance.random() < 0.5)
+
+    def kill(name: str) -> None:
+        storage.write_bytes(f"{root}/{name}/lock", b'{"host": "another", "pid": 1}')
+        os.utime(f"{root}/{name}/lock", (1, 1))
+        storage.write_bytes(f"{root}/{name}/half.json.{'0' * 32}.tmp", b"{")
+
+    def rename(name: str) -> None:
+        os.rename(f"{root}/{name}", f"{root}/{name}x")
+
+    def aside(name: str) -> None:
+        move_aside(f"{root}/{name}")
+
+    def delete(name: str) -> None:
+        shutil.rmtree(f"{root}/{name}")
+
+    def rm(name: str) -> None:
+        remove_everywhere(root, name, one_store)
+
+    def rm_cut_short(name: str) -> None:
+        planned = remove_everywhere(root, name, one_store, dry_run=True)
+        with locked(f"{root}/{name}"):
+            take(planned[: chance.randrange(len(planned) + 1)])
+
+    def send(name: str) -> None:
+        Sync(one_store, f"{root}/{name}").update()
+
+    acts = [kill, rename, aside, delete, rm, rm_cut_short, send, send]
+    for _ in range(steps):
+        names = [entry.name for entry in entries(root)]
+        if not names or chance.random() < 0.4:
+            make()
+        else:
+            chance.choice(acts)(chance.choice(names))
+    there = {entry.name: entry.key for entry in entries(root) if not OLD.fullmatch(entry.name)}
+    monkeypatch.setattr(housekeeping, "UNUSED_S", -1.0)
+    found = ownerless(root, one_store)
+    assert len(found) > 3
+    take(found)
+    assert ownerless(root, one_store) == []
+    assert {entry.name: entry.key for entry in entries(root)} == there
+    keys = {*there.values()}
+    runs = one_store.client.search_runs([one_store.experiment_id], max_results=1000)
+    ours = [run.data.tags for run in runs if run.data.tags["directory"].startswith(f"{root}/")]
+    assert {tags.get(SWEEP_KEY) or tags[KEY] for tags in ours} <= keys
+    for model in registered(one_store):
+        assert model.tags[SWEEP_KEY] in keys or not model.name.startswith("n")
+    assert {name for name in os.listdir(root) if holder_of(f"{root}/{name}")} <= there.keys()
+    assert all(directory_state(f"{root}/{name}") for name in os.listdir(root))
+    assert not list(tmp_path.rglob("*.tmp"))
