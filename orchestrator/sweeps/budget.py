@@ -143,10 +143,11 @@ class BudgetTracker:
         self.flops_per_s = flops_per_s
         self._file = SweepDir(directory).spent
         kept = read_json(self._file) or {}
-        self.spent_s: float = kept.get("device_s", 0.0)
-        self._ended: list[tuple[float, float]] = kept.get("jobs", [])  # (FLOPs, device-seconds)
+        self.spent_s = 0.0
+        self._ended: list[tuple[float, float]] = []  # (FLOPs, device-seconds), both above 0
         self._running: dict[str, RunningJob] = {}
         self._saved_s = time.monotonic()
+        self._charge(kept.get("device_s", 0.0), kept.get("jobs", ()))
         for left in kept.get("running", ()):
             self._charge(left["device_s"], left["pace"])
 
@@ -205,7 +206,8 @@ class BudgetTracker:
 
     def _charge(self, held_s: float, pace: Iterable[tuple[float, float]]) -> None:
         self.spent_s += held_s
-        self._ended += pace
+        # A trial that started again may have reported no step beyond its first, and clocks are set back.
+        self._ended += [each for each in pace if min(each) > 0]
 
     def predict_s(self, flops: float) -> float:
         """Device-seconds of a job with that many FLOPs.
