@@ -1,8 +1,8 @@
 """A machine whose processes, disk, tracker and clock fail at chosen operations, in this process.
 
-An operation is a write to the disk below `home`, or a request to the tracker. A killed process raises `Killed`
-there, which nothing catches, and from then on at each further operation, so that what it does while it
-unwinds reaches nothing.
+An operation is a write to the disk below `home`, or a request to the tracker. A killed process raises
+`Killed` there, which nothing catches, and from then on at each further operation, so that what it does while
+it unwinds reaches nothing.
 """
 
 import errno
@@ -302,6 +302,4 @@ class Requests:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         request = getattr(self._client, name)
-        return lambda *args, **options: self._machine.act(
-            "tracker", name, lambda: request(*args, **options)
-        )
+        return lambda *args, **options: self._machine.act("tracker", name, lambda: request(*args, **options))

@@ -1,6 +1,6 @@
 """An MLflow store in memory: the requests that trackers make, with the meaning that they have in MLflow.
 
-`tests/simulated/test_simulated.py` compares it with the store in a database.
+`tests/test_random_faults.py` compares it with the store in a database.
 """
 
 import copy
@@ -26,6 +26,7 @@ from mlflow.entities import (
 )
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
+from mlflow.store.entities import PagedList
 
 from orchestrator.tracking.store import Tracking
 
@@ -92,9 +93,8 @@ class MemoryStore:
         return self._entity(run_id)
 
     def search_runs(self, experiments: list[str], query: str, **_: Any) -> Any:
-        from mlflow.store.entities import PagedList
-
-        assert (asked := QUERY.fullmatch(query)), query
+        asked = QUERY.fullmatch(query)
+        assert asked, query
         found = []
         for run_id, run in self.runs.items():
             is_there = run.tags.get(asked["tag"]) if asked["tag"] else getattr(run, asked["attribute"])

@@ -148,7 +148,9 @@ class Simulation:
 
     def losses(self) -> dict[str, Any]:
         return {
-            name: [(row.step, row.images, row.metrics["train/loss"]) for row in read_metrics(RunDir.of(run).path)]
+            name: [
+                (row.step, row.images, row.metrics["train/loss"]) for row in read_metrics(RunDir.of(run).path)
+            ]
             for name, run in self.sweep.runs().items()
         }
 
@@ -174,7 +176,9 @@ class Simulation:
             raise _DriverError(error) from error
         self.machine.in_trial = was
 
-    def _train_step(self, model: Any, _: Any, batch: list[int], run: RunConfig, **__: Any) -> dict[str, torch.Tensor]:
+    def _train_step(
+        self, model: Any, _: Any, batch: list[int], run: RunConfig, **__: Any
+    ) -> dict[str, torch.Tensor]:
         self.machine.wait(STEP_S)
         self.trained += 1
         model.x = 0.9 * model.x + batch[0] + 1
@@ -304,7 +308,9 @@ class Simulation:
         record = SweepDir(self.directory).record()
         assert record
         members = SweepDir(self.directory).summary().get("pareto", [])
-        places = {self.directory: ""} | {SweepDir(self.directory).trial(t).path: n for n, t in record.trials.items()}
+        places = {self.directory: ""} | {
+            SweepDir(self.directory).trial(t).path: n for n, t in record.trials.items()
+        }
         for directory, trial in places.items():
             if (own := record_of(directory)) is None:
                 continue
@@ -319,7 +325,9 @@ class Simulation:
                 wrong.append(f"{what} is {run.info.status}, and {state}")
             if tags["directory"] != directory:
                 wrong.append(f"{what} is shown at {tags['directory']}")
-            if state == "finished" and (left := [n for n in REMOVABLE if n in tags and n[:4] not in ("pare", "data")]):
+            if state == "finished" and (
+                left := [n for n in REMOVABLE if n in tags and n[:4] not in ("pare", "data")]
+            ):
                 wrong.append(f"{what} has the tags {left}")
             if not trial:
                 if self.schedule.refused != "log_artifact":

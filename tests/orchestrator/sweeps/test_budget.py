@@ -337,7 +337,7 @@ def test_a_pace_without_steps_or_time_teaches_nothing(step: int, time_s: float, 
     time is spent all the same, and the next process still predicts.
     """
     tracker = trials.tracker()
-    tracker.begin(job(state := trials.make("a", 1e9)))
+    tracker.begin(job(trials.make("a", 1e9)))
     for at, when in ((10, 10.0), (step, time_s)):
         trials.clock[0] += 10
         tracker.report("a", at, when)
