@@ -145,9 +145,10 @@ class BudgetTracker:
         kept = read_json(self._file) or {}
         self.spent_s: float = kept.get("device_s", 0.0)
         self.spent_usd: float = kept.get("usd", 0.0)  # at the price of each process
-        self._ended: list[tuple[float, float]] = kept.get("jobs", [])  # (FLOPs, device-seconds)
+        self._ended: list[tuple[float, float]] = []  # (FLOPs, device-seconds), both above 0
         self._running: dict[str, RunningJob] = {}
         self._saved_s = time.monotonic()
+        self._charge(0.0, kept.get("jobs", ()))
         for left in kept.get("running", ()):
             self._charge(left["device_s"], left["pace"])
 
@@ -214,7 +215,8 @@ class BudgetTracker:
     def _charge(self, held_s: float, pace: Iterable[tuple[float, float]]) -> None:
         self.spent_s += held_s
         self.spent_usd += self._usd(held_s)
-        self._ended += pace
+        # A trial that started again may have reported no step beyond its first, and clocks are set back.
+        self._ended += [each for each in pace if min(each) > 0]
 
     def predict_s(self, flops: float) -> float:
         """Device-seconds of a job with that many FLOPs.

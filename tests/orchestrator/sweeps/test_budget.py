@@ -331,6 +331,22 @@ def test_what_runs_when_the_process_ends_is_charged_and_teaches_its_pace(
         again.save()
 
 
+@pytest.mark.parametrize(("step", "time_s"), [(10, 40.0), (5, 40.0), (30, -3600.0)])
+def test_a_pace_without_steps_or_time_teaches_nothing(step: int, time_s: float, trials: Trials) -> None:
+    """A trial began again, and reported the steps that it had reported before; or a clock was set back. The
+    time is spent all the same, and the next process still predicts.
+    """
+    tracker = trials.tracker()
+    tracker.begin(job(trials.make("a", 1e9)))
+    for at, when in ((10, 10.0), (step, time_s)):
+        trials.clock[0] += 10
+        tracker.report("a", at, when)
+    tracker.leave()
+    again = trials.tracker(hours=1)
+    assert again.spent_s == 20
+    assert again.predict_s(1e9) == 0
+
+
 def test_a_refusal_that_has_passed_leaves_the_sweep_within_its_budget(trials: Trials) -> None:
     """While `a` runs its prediction of 90 s leaves no room for `b`; it ends early, and `b` fits."""
     tracker = trials.tracker(hours=100 / 3600, flops_per_s=1e7)
