@@ -213,7 +213,7 @@ def on_images_of_training(tasks: list[EvalTask]) -> bool:
     from orchestrator.training.run_directory import RunDir
 
     def on_its_own(task: EvalTask) -> bool:
-        record = RunDir(task.model.directory).record() if task.model.directory else None
+        record = RunDir(task.model.directory or RunDir.of(task.model.run).path).record()
         return (
             record is not None and open_manifest(task.path).digest(record.data_digest) == record.data_digest
         )

@@ -1,6 +1,5 @@
 """A notebook's stop button: the first lets what trains save, the second ends at once."""
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,15 +10,17 @@ from orchestrator.training import notice
 
 
 @pytest.fixture(autouse=True)
-def default() -> Iterator[None]:
-    """Handlers as in a notebook or a script."""
+def default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Handlers as in a notebook or a script, and no training that an earlier test of this process left."""
+    monkeypatch.setattr(notice, "_training", 0)
+    monkeypatch.setattr(notice, "_given", False)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # to this thread, which handles it at once
 
 
 def test_the_first_is_a_notice_and_the_second_an_interrupt() -> None:
