@@ -218,17 +218,21 @@ def after(*faults: tuple[Any, str, int], refused: str = "") -> Schedule:
     return Schedule(tuple(Fault(*fault) for fault in faults), refused)
 
 
+# The schedules to which the search had shrunk what it found, at places that may lie a few operations apart in
+# another version.
 DEFECTS = {
-    leaves_its_lock: after(),
-    keeps_back_what_follows: after(refused="log_inputs"),
-    refused_is_refused_for_ever: after(("tracker", "refuses", 2)),
-    loses_what_it_read: after(("tracker", "fails", 11)),
-    result_before_its_metrics: after(("driver", "power", 72)),
-    checkpoint_before_its_reports: after(("driver", "killed before", 91)),
-    killed_stays_killed: after(("driver", "killed before", 30)),
-    repeats_numbers: after(("driver", "killed before", 37)),
-    forgets_what_ran: after(("driver", "killed before", 120)),
-    believes_every_pace: after(("trial", "killed after", 16), ("signal", "term", 14)),
+    leaves_its_lock: [after()],
+    keeps_back_what_follows: [after(refused="log_inputs")],
+    refused_is_refused_for_ever: [after(("tracker", "refuses", 2))],
+    loses_what_it_read: [after(("tracker", "fails", at)) for at in range(5, 20)],
+    result_before_its_metrics: [after(("driver", "power", at)) for at in range(60, 120, 4)],
+    checkpoint_before_its_reports: [after(("driver", "killed before", at)) for at in range(85, 130)],
+    killed_stays_killed: [after(("driver", "killed before", at)) for at in range(40, 100, 4)],
+    repeats_numbers: [after(("driver", "killed before", at)) for at in range(40, 100, 3)],
+    forgets_what_ran: [after(("driver", "killed before", at)) for at in range(100, 140, 4)],
+    believes_every_pace: [
+        after(("trial", "killed after", at), ("signal", "term", 14)) for at in range(12, 24)
+    ],
 }
 
 
@@ -237,11 +241,12 @@ DEFECTS = {
 def test_a_defect_is_found(
     defect: Callable[[pytest.MonkeyPatch], None], sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the schedule to which the search had shrunk what it found."""
-    schedule = DEFECTS[defect]
-    assert sweeps.wrong(schedule) == []
-    defect(monkeypatch)
-    assert sweeps.wrong(schedule)
+    """By a schedule that finds nothing without it."""
+    with monkeypatch.context() as patched:
+        defect(patched)
+        found = next((schedule for schedule in DEFECTS[defect] if sweeps.wrong(schedule)), None)
+    assert found is not None
+    assert sweeps.wrong(found) == []
 
 
 @pytest.mark.smoke
