@@ -54,6 +54,7 @@ class OfflineRuns(Follower):
             for scalar in sorted(shown.scalars(), key=lambda each: each.at):  # W&B refuses an earlier step
                 run.log({scalar.name: scalar.value, "_timestamp": scalar.time_s}, step=scalar.at)
             run.finish(exit_code=int(shown.status != "finished"))
+            wandb.teardown()  # its server has written all of the file only when it has ended
             (file,) = Path(folder).rglob("*.wandb")
             name = f"wandb/offline-run-{began}-{shown.key}/{file.name}"  # where `wandb sync` looks
             self.write_file(shown, name, file.read_bytes())
