@@ -2,15 +2,12 @@
 
 import json
 import os
-import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -278,47 +275,6 @@ def test_the_stop_button_of_a_notebook_saves_the_trials_of_a_sweep(tmp_path):
     assert done.returncode == 0, done.stderr
     assert re.search(r"small/trials/a is saved at step \d+", done.stdout), done.stdout
     assert done.stdout.endswith("True\nfinished\n")
-
-
-@pytest.mark.smoke
-def test_a_closed_terminal_saves_the_trials_of_a_sweep(tmp_path):
-    """It sends SIGHUP to all that was started in it, Ray's processes too, and then takes no output."""
-    sweep, home = tmp_path / "sweep.py", tmp_path / "home"
-    sweep.write_text(SWEEP)
-    words = ["jobs/pareto_sweep.py", "--sweep", f"{sweep}:make", "--confirm", "0", "--grace", "90"]
-    env = {"MOE_FRONTIER_HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
-    code = tmp_path / "code"
-    ours, theirs = pty.openpty()
-    # `setsid --ctty` makes it the terminal of the shell; what a shell ends with is lost with its terminal.
-    line = f"trap '' HUP; (trap - HUP; exec {shlex.join([sys.executable, *words])}); echo $? > {code}"
-    shell = subprocess.Popen(
-        ["setsid", "--ctty", "bash", "-c", line],
-        cwd=ROOT,
-        env=os.environ | env,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    threading.Thread(target=_read_all, args=(ours,), daemon=True).start()
-    try:
-        while max(steps_in(home / "small/trials/a/metrics.jsonl"), default=0) < 20:
-            assert shell.poll() is None
-            time.sleep(0.1)
-        os.close(ours)
-        shell.wait(300)
-    finally:
-        shell.kill()
-    assert code.read_text() == "129\n"
-    assert list(home.glob("small/trials/a/checkpoints/step-*"))
-    assert json.loads((home / "small/sweep.json").read_text())["status"] == "interrupted"
-    assert statuses(home) == {"KILLED"}
-
-
-def _read_all(terminal: int) -> None:
-    with suppress(OSError):
-        while os.read(terminal, 1 << 16):
-            pass
 
 
 SWEEP = f"""
