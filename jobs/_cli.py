@@ -51,7 +51,7 @@ def command(
     130 for Ctrl-C, 143 for SIGTERM.
 
     What trains saves first, within `grace` seconds; a second signal ends the process at once. Output that
-    nobody takes any more is dropped: the exit code is that of the work.
+    cannot be written is dropped, and never decides the exit code.
 
     Args:
         places: where the command will write. A local storage is tried first, because that needs no large

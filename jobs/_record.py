@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Record:
-    """What a command has found out, model by model."""
+    """The findings of a command, recorded model by model."""
 
     def __init__(self, places: Places) -> None:
         self._places = places

@@ -220,7 +220,7 @@ class Frontier:
 
 
 def _of_groups(frontier: Frontier) -> str:
-    """What is to be known of arms that route several images together; empty without such arms."""
+    """Returns a note on arms that route several images together; empty if there are none."""
     if all(point.together == 1 for point in frontier.points + frontier.retrained):
         return ""
     end = f": {TOGETHER}=1"

@@ -38,7 +38,7 @@ from orchestrator.training.sweep_directory import SweepDir
 OLD = re.compile(r".+\.old-\d+")  # what --fresh moved aside
 HALF = re.compile(r".*\.[0-9a-f]{32}\.tmp|(.*/)?\.writable-[0-9a-f]{32}")  # of a write that was killed
 STOP_S = 600.0  # for a command to save and stop
-UNUSED_S = 3600.0  # what nobody has written to for so long is not being made
+UNUSED_S = 3600.0  # a file that was not written to for so long is complete, or was abandoned
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ def _is_old(place: str, files: dict[str, int]) -> bool:
 
 
 def _remnants(root: str) -> Iterator[Step]:
-    """What killed processes left: locks in directories of nothing, and files that were half written."""
+    """Yields what killed processes left: locks in directories without a record, and half-written files."""
     for name in storage.names(root):
         place = storage.join(root, name)
         if HALF.fullmatch(name):

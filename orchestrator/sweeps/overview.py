@@ -1,16 +1,19 @@
-"""What lies in a storage: its runs and sweeps, with their state, owner, result, cost and size."""
+"""Lists the runs and sweeps of a storage, with their state, owner, result, cost and size."""
 
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
+from orchestrator.codec import read_config
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import as_shown
 from orchestrator.names import RESERVED
+from orchestrator.tasks import TaskConfig
 from orchestrator.tracking.registry import KNEE
 from orchestrator.training.lock import holder_of
 from orchestrator.training.measurements import HOST, JOB, USER
@@ -137,14 +140,17 @@ def _run(directory: str, name: str, files: Mapping[str, int], size: int) -> Entr
     else:
         saved = manifests.newest_readable(own.checkpoints)
         metrics = {"cost/device_s": saved.progress["device_s"]} if saved else {}
-    quality_name = "val/acc1" if "val/acc1" in metrics else "val/loss"
+    quality = ""
+    with suppress(UsageError):  # the task of a plugin that is not loaded
+        quality = read_config(TaskConfig, record["config"]["task"]).quality
+    quality_name, shown = as_shown(quality, metrics[quality]) if quality in metrics else ("", None)
     return Entry(
         name=name,
         kind="run",
         state=state,
         **_begun(record["key"], record.get("labels", {}), record["began_s"]),
-        quality_name=quality_name if quality_name in metrics else "",
-        quality=metrics.get(quality_name),
+        quality_name=quality_name,
+        quality=shown,
         device_s=metrics.get("cost/device_s", 0.0),
         size=size,
     )

@@ -65,8 +65,8 @@ class Follower(ABC):
         self.sent = 0
         self._live = False
         self._complete: dict[str, tuple[bool, int]] = {}  # trial -> member, number of measurements
-        self._missing: dict[tuple[str, str], _Missing] = {}  # directory and item
-        self._failing_s: dict[str, float] = {}  # what failures of an item took in this update
+        self._missing: dict[tuple[str, str], _Missing] = {}  # directory and part
+        self._failing_s: dict[str, float] = {}  # what failures of a part took in this update
 
     @abstractmethod
     def send(self, shown: Projection) -> None:
@@ -116,7 +116,7 @@ class Follower(ABC):
                 self._note(str(trial), "", "", trial)
             else:
                 self._send(trial)
-        if not live:
+        if not live and only is None:
             self.part(sweep, "registered models", self.publish, sweep)
         return self._lines()
 
@@ -170,32 +170,32 @@ class Follower(ABC):
         """Writes a file into the directory of a run, on any storage, whole or not at all."""
         storage.write_bytes(storage.join(shown.directory, name), content)
 
-    def _note(self, directory: str, item: str, name: str, error: Exception) -> None:
-        what = f"{item} of {name}" if item else ""
-        if (directory, item) not in self._missing:
-            log.warning("%s", f"{what}: {reason_of(error)}" if what else error)
-        self._missing[directory, item] = _Missing(name, reason_of(error), time.monotonic())
+    def _note(self, directory: str, part: str, name: str, error: Exception) -> None:
+        """Notes a part that was not taken; an empty part: the directory could not be read."""
+        if (directory, part) not in self._missing:
+            log.warning("%s%s", f"{part} of {name}: " if part else "", reason_of(error))
+        self._missing[directory, part] = _Missing(name, reason_of(error), time.monotonic())
 
     def _lines(self) -> list[str]:
-        """A line for each item and reason, with the names of the runs."""
+        """Returns a line for each part and reason, with the names of the runs."""
         grouped: dict[tuple[str, str], list[str]] = {}
-        for (_, item), missing in self._missing.items():
-            grouped.setdefault((item, missing.reason), []).append(missing.of)
+        for (_, part), missing in self._missing.items():
+            grouped.setdefault((part, missing.reason), []).append(missing.of)
         return [
-            f"{item} of {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}: {reason}"
-            if item
+            f"{part} of {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}: {reason}"
+            if part
             else reason
-            for (item, reason), names in grouped.items()
+            for (part, reason), names in grouped.items()
         ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackerConfig(Family, default="tensorboard"):
+class TrackerConfig(Family, ABC, default="tensorboard"):
     """A tracker beside MLflow."""
 
+    @abstractmethod
     def follow(self, directory: str) -> Follower:
         """Returns what keeps the tracker's view of a run or a sweep up to date."""
-        raise NotImplementedError
 
 
 _unsent: dict[str, list[str]] = {}

@@ -31,7 +31,7 @@ def open_store(root: str, uri: str | None = None, experiment: str | None = None)
 
 def set_right(tracking: Tracking) -> Tracking:
     """Ends the runs in MLflow whose directories say that they have ended, or have lost their process, which
-    it logs; their trials are killed.
+    it logs. A trial ends as its own directory says.
 
     It writes states alone: what else MLflow lacks is sent by the next command that works in the directory.
     Returns the same store.
@@ -48,9 +48,8 @@ def set_right(tracking: Tracking) -> Tracking:
                 log.warning("%s is lost: its process was killed; the same command continues", directory)
         if (state := states[directory, key]) and state != "running":
             try:
-                tracking.client.set_terminated(
-                    run.info.run_id, "KILLED" if SWEEP_KEY in tags else _ENDS[state]
-                )
+                own = directory_state(tags["directory"]) if SWEEP_KEY in tags else state
+                tracking.client.set_terminated(run.info.run_id, _ENDS.get(own or "lost", "KILLED"))
             except MlflowException:  # of another user
                 continue
     return tracking

@@ -46,7 +46,9 @@ class EventFiles(Follower):
         if shown.directory not in self._written:
             last = dict[str, int]()
             for name in sorted(storage.names(folder)):
-                last |= {s.name: s.at for s in read_events(storage.read_bytes(storage.join(folder, name)))}
+                for scalar in read_events(storage.read_bytes(storage.join(folder, name))):
+                    # The clock may have been set back between two files.
+                    last[scalar.name] = max(scalar.at, last.get(scalar.name, -1))
             self._written[shown.directory] = ScalarReader(shown.directory), last
         reader, last = self._written.pop(shown.directory)  # what was read is read again after an error
         measured = [s for s in shown.measured_scalars() if last.get(s.name, -1) < s.at]

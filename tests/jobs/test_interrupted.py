@@ -2,12 +2,14 @@
 
 import json
 import os
+import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +277,41 @@ def test_the_stop_button_of_a_notebook_saves_the_trials_of_a_sweep(tmp_path):
     assert done.returncode == 0, done.stderr
     assert re.search(r"small/trials/a is saved at step \d+", done.stdout), done.stdout
     assert done.stdout.endswith("True\nfinished\n")
+
+
+@pytest.mark.smoke
+def test_a_closed_terminal_saves_the_trials_of_a_sweep(tmp_path):
+    """It sends SIGHUP to the command, which leads its session, and then takes no output. Ray's processes end
+    with the command, not with the terminal.
+    """
+    sweep, home = tmp_path / "sweep.py", tmp_path / "home"
+    sweep.write_text(SWEEP)
+    words = ["jobs/pareto_sweep.py", "--sweep", f"{sweep}:make", "--confirm", "0", "--grace", "90"]
+    env = {"MOE_FRONTIER_HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
+    ours, theirs = pty.openpty()
+    command = subprocess.Popen(
+        ["setsid", "--ctty", sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ | env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)  # a read of another thread would keep the terminal open
+    try:
+        while max(steps_in(home / "small/trials/a/metrics.jsonl"), default=0) < 20:
+            assert command.poll() is None
+            with suppress(BlockingIOError):
+                os.read(ours, 1 << 16)
+            time.sleep(0.02)
+        os.close(ours)
+        assert command.wait(300) == 129
+    finally:
+        command.kill()
+    assert list(home.glob("small/trials/a/checkpoints/step-*"))
+    assert json.loads((home / "small/sweep.json").read_text())["status"] == "interrupted"
+    assert statuses(home) == {"KILLED"}
 
 
 SWEEP = f"""

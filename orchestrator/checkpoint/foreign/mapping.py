@@ -62,7 +62,7 @@ def plan_vit(
 
 
 class Planner:
-    """What is made of each tensor of a transformer, by its blocks and layers."""
+    """Maps the tensors of a transformer, block by block and layer by layer."""
 
     def __init__(
         self, tensors: Mapping[str, Lazy], names: TensorNames, facts: Facts, heads: int | None

@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
+from orchestrator.frontier.points import as_shown
 from orchestrator.sweeps import housekeeping
 from orchestrator.sweeps.driver import working_in
 from orchestrator.sweeps.housekeeping import OLD, ownerless, remove_everywhere, stop, take
@@ -103,6 +104,19 @@ def test_a_storage_is_listed(tmp_path: Path, one_store: Tracking) -> None:
     assert (named(tmp_path, "lost").state, named(tmp_path, "broken").state) == ("lost", "unreadable")
     found = named(tmp_path, "half")
     assert (found.state, found.arms_done, found.arms, found.quality) == ("stopped", 1, 3, 0.4)
+
+
+def test_a_run_is_listed_by_the_quality_of_its_task(tmp_path: Path) -> None:
+    """In the unit of tables and pages; the quality of a plugin's task that is not loaded is unknown."""
+    texts = run_at(tmp_path, "texts", task__kind="next_token", model__kind="decoder")
+    begin(texts)
+    end(texts, 3, **{texts.task.quality.replace("/", "__"): -0.5}, val__acc1=0.25)
+    found = named(tmp_path, "texts")
+    assert (found.quality_name, found.quality) == as_shown(texts.task.quality, -0.5)
+    config = Path(tmp_path, "texts", "config.json")
+    config.write_text(config.read_text().replace('"next_token"', '"of_a_plugin"'))
+    found = named(tmp_path, "texts")
+    assert (found.state, found.quality_name, found.quality) == ("finished", "", None)
 
 
 def test_no_file_is_read_twice(tmp_path: Path, one_store: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ from mlflow.protos import databricks_pb2 as codes
 from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import base
-from orchestrator.tracking.store import Tracking, links, open_tracking
+from orchestrator.tracking.registry import registered_name
+from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.training.measurements import write_measurement
-from tests.made_directories import begin, end, end_sweep, report, run_at
+from tests.made_directories import begin, end, end_sweep, report, run_at, sweep_record
 from tests.mlflow_reader import children, newest_of
 from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Sqlite
@@ -66,7 +67,7 @@ def test_all_but_models_arrives(old: Tracking, tmp_path: Path) -> None:
     assert len(trials["a"].params) > 50
     assert trials["a"].read_text("pages/x.html") == "<p>"
     assert trials["b"].read_text("bad_images.csv") == "name"
-    assert "model" not in dict(links(old, "http://127.0.0.1"))
+    assert registered_name(old, sweep_record(directory).key) is None
 
 
 def test_it_is_asked_and_said_at_the_start(
