@@ -18,7 +18,7 @@ from mlflow.types import ColSpec, Schema
 
 import moe
 from moe.cost import num_params
-from moe.load import CONFIG, WEIGHTS
+from moe.exported import CONFIG, WEIGHTS
 from moe.signature import SIGNATURE
 from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef
