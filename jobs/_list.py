@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs._cli import print_table
-from moe.guests import PACKAGES, guests, table
+from moe.guests import PACKAGES, guests, offered
 
 FILE = Path(__file__).with_name("listing.json")
 Listed = tuple[list[str], list[list[Any]]]  # columns and rows
@@ -29,7 +29,7 @@ def print_sweeps(scale: str) -> None:
     print_table(*listed["sweeps"][scale], title="sweeps", left=3)
     print_table(*listed["scales"], title="scales, before a sweep's own recipe", left=2)
     print_models()
-    for name, module in table("ROWS").items():
+    for name, module in offered("ROWS").items():
         rows = [row[:4] for row in import_module(module).rows()]
         print_table(("row", f"of the {name}", "state", "how"), rows, left=4)
 

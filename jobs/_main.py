@@ -8,13 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jobs._flags import near
-from moe.guests import table
+from moe.guests import offered
 
 SHORT = {"pack_shards": "pack", "pareto_sweep": "sweep"}  # the other commands are called after their files
 COMMANDS = {  # command -> its module, those of guests last
     SHORT.get(path.stem, path.stem.replace("_", "-")): f"jobs.{path.stem}"
     for path in Path(__file__).parent.glob("[a-z]*.py")
-} | table("COMMANDS")
+} | offered("COMMANDS")
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from jobs._cli import (
 )
 from jobs._flags import flag, near, numbers, pair, parse, positive
 from jobs.train import RunFlags, print_fields
-from moe.guests import table
+from moe.guests import offered
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from orchestrator.tracking.store import Tracking
 
 # Of a catalog that takes long to load.
-SWEEPS = ("quickstart", "study", "modern", "upcycle", *table("SWEEPS"))
-SCALES = ("tiny", "cifar", *table("SCALES"))
+SWEEPS = ("quickstart", "study", "modern", "upcycle", *offered("SWEEPS"))
+SCALES = ("tiny", "cifar", *offered("SCALES"))
 PLAN_MFU = 0.3
 TRIALS = 20
 PRICES = Path(__file__).with_name("prices.yaml")

@@ -34,7 +34,7 @@ from jobs._cli import command, connect
 from jobs._flags import PLUGIN, assignment, flag, parse
 from jobs.pareto_sweep import SweepFlags
 from jobs.train import preset
-from moe.guests import table
+from moe.guests import offered
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def traffic_table(found: Sequence[Layout]) -> str:
 
 def print_costs(flags: PlanFlags) -> None:
     """Prints what the models cost; exits with 1 if a figure differs from the paper's."""
-    modules = [import_module(name) for name in table("COSTS").values()]
+    modules = [import_module(name) for name in offered("COSTS").values()]
     if not modules:
         raise UsageError("--cost compares models with those of the papers, and the folder papers is missing")
     found = [module.costs(row) for module in modules for row in module.rows(flags.model)]

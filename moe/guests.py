@@ -1,7 +1,7 @@
 """The guests: packages beside this one whose configs join the families, and which the core never names.
 
 A guest's `__init__` imports nothing and holds tables: `MEMBERS`, the modules whose import adds models, tasks
-and other members of families, and tables of what commands offer by name (`table`). An installed package that
+and other members of families, and tables of what commands offer by name (`offered`). An installed package that
 has the name of a guest but lies elsewhere is none.
 """
 
@@ -28,7 +28,7 @@ def _lies_beside(name: str) -> bool:
     return bool(spec and spec.origin and file.is_file() and file.samefile(spec.origin))
 
 
-def table(name: str) -> dict[str, Any]:
+def offered(name: str) -> dict[str, Any]:
     """Returns what the guests have as `name`, such as ``SWEEPS``, in one table."""
     return {key: value for guest in guests() for key, value in getattr(guest, name, {}).items()}
 

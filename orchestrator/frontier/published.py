@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from moe.guests import guests, table
+from moe.guests import guests, offered
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point
@@ -22,7 +22,7 @@ SAME_ON_IMAGENET = {f"fewshot/acc_{shots}shot": f"imagenet/acc_{shots}shot" for 
 DENSE = {"S": 33 / 108, "B": 1.0, "L": 333 / 108, "H": 669 / 108}
 
 # Figures and tables with a cost and a quality for each model: name -> source, quality, cost.
-DRAWABLE: dict[str, tuple[str, str, str]] = table("FIGURES")
+DRAWABLE: dict[str, tuple[str, str, str]] = offered("FIGURES")
 
 
 def papers_metric(quality: str, data: str, classes: int | None = None) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
-from moe.guests import table
+from moe.guests import offered
 from moe.model import unit_shapes
 from orchestrator.codec import flat, override
 from orchestrator.errors import UsageError
@@ -172,9 +172,9 @@ def upcycle(scale: Scale) -> Sweep:
 
 
 SWEEPS: dict[str, NamedSweep] = {sweep.name: sweep for sweep in (quickstart, study, modern, upcycle)}
-SWEEPS |= {name: getattr(import_module(module), name) for name, module in table("SWEEPS").items()}
+SWEEPS |= {name: getattr(import_module(module), name) for name, module in offered("SWEEPS").items()}
 SCALES: dict[str, Scale] = {"tiny": TINY, "cifar": CIFAR}
-SCALES |= {name: import_module(module).SCALES[name] for name, module in table("SCALES").items()}
+SCALES |= {name: import_module(module).SCALES[name] for name, module in offered("SCALES").items()}
 
 
 def make_sweep(name: str, scale: str, changes: Changes = UNCHANGED) -> Sweep:

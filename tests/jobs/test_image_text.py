@@ -138,7 +138,7 @@ def test_what_is_missing_is_named(home: Path, names: str, call: Call, digits: st
         (
             pareto_sweep.main,
             ["--sweep", "lit"],
-            "--sweep lit trains texts beside trained towers: give --models",
+            "--sweep lit makes its arms of trained models: give --models",
         ),
         (pareto_sweep.main, ["--sweep", "lit", "--scale", "cifar", "--data", digits], "has no recipe at the"),
         (evaluate.main, ["classes", "--zero-shot", names], "reads no text"),
