@@ -136,7 +136,7 @@ LIBRARIES = read("""
 ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orchestrator.evaluation.predict
     orchestrator.evaluation.sharded
     orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.machines
-    orchestrator.sweeps.preflight orchestrator.sweeps.scheduler orchestrator.sweeps.search
+    orchestrator.sweeps.preflight orchestrator.sweeps.scheduler
     orchestrator.training.cleaner orchestrator.training.cluster orchestrator.training.fit
     orchestrator.training.gauges orchestrator.training.heartbeat orchestrator.training.launch
     orchestrator.training.resources orchestrator.training.torch_trainer
