@@ -8,6 +8,7 @@ from typing import Any
 from moe.models import ViTConfig
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
+from orchestrator.data.augment import InceptionConfig, MixupConfig, RandAugmentConfig
 
 Changes = Mapping[str, Any]  # dotted fields of a run, with their values
 UNCHANGED: Changes = MappingProxyType({})
@@ -143,9 +144,9 @@ _CIFAR_ASTROFORMER = {
     "model.dropout": 0.1,
     "task.smoothing": 0.1,
     "data.batch_size": 256,
-    "data.randaugment": 0,
-    "data.color_jitter": 0.4,
-    "data.mixup": 0.8,
+    "data.augment.randaugment": None,
+    "data.augment.color_jitter.strength": 0.4,
+    "data.augment.mixup.alpha": 0.8,
     "data.eval_crop": 0.95,
     "data.eval_interpolation": "bicubic",
     "train.steps": 97_656,
@@ -159,7 +160,11 @@ _CIFAR_ASTROFORMER = {
 
 _CIFAR = RunConfig(
     model=ViTConfig(image_size=32, patch_size=4, width=192, depth=12, heads=3, mlp_dim=768, num_classes=10),
-    data=DataConfig(batch_size=512, augment="inception", eval_crop=1.0, mixup=0.2, randaugment=2),
+    data=DataConfig(
+        batch_size=512,
+        augment=(InceptionConfig(), RandAugmentConfig(operations=2), MixupConfig(alpha=0.2)),
+        eval_crop=1.0,
+    ),
     train=TrainConfig(steps=19_500, lr=1e-3, report_every=50, eval_every=975),  # 200 epochs
 )
 
