@@ -1,8 +1,8 @@
 """The guests: packages beside this one whose configs join the families, and which the core never names.
 
-The `__init__` of a guest imports nothing. It has tables: `MEMBERS`, the modules whose import adds models, tasks
-and others to their families, and what commands offer by name (`offered`). An installed package that has the
-name of a guest but lies elsewhere is none.
+The `__init__` of a guest imports nothing. It has tables: `MEMBERS`, the modules whose import adds models and
+tasks to their families, and what commands offer by name (`offered`). An installed package with the name of
+a guest but lies elsewhere is none.
 """
 
 from functools import cache

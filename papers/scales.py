@@ -10,6 +10,14 @@ from typing import Any, cast
 from moe.models import ViTConfig
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
+from orchestrator.data.augment import (
+    ColorJitterConfig,
+    CutMixConfig,
+    InceptionConfig,
+    MixupConfig,
+    RandAugmentConfig,
+    ThreeAugmentConfig,
+)
 from orchestrator.optimizers import AdamWConfig, LambConfig
 from orchestrator.schedules import DeitConfig, LinearConfig, RsqrtConfig
 from orchestrator.sweeps.scales import Scale, vit_size
@@ -93,9 +101,9 @@ _ILSVRC2012 = {  # V-MoE-S/32 as released, vmoe_paper/vmoe_s32_last2_ilsvrc2012_
     "model.representation_size": 512,
     "model.head_bias": -log(1_000),
     "data.batch_size": 8192,
-    "data.mixup": 0.2,  # light1
-    "data.randaugment": 2,
-    "data.randaugment_magnitude": 10,
+    "data.augment.mixup.alpha": 0.2,  # light1
+    "data.augment.randaugment.operations": 2,
+    "data.augment.randaugment.magnitude": 10,
     "train.steps": 300 * 1_281_167 // 8192,  # 300 epochs
     "train.lr": 3e-3,
     "task.loss": "sigmoid",
@@ -128,7 +136,9 @@ _RELEASED_B16 = _EIGHT | {"model.moe.layers": "every_2"}
 # the mixup of 0.2 and two operations of magnitude 10 of V-MoE's `light1`, which is for ImageNet from scratch.
 _IN1K = RunConfig(
     model=ViTConfig(),
-    data=DataConfig(batch_size=4096, augment="inception", mixup=0.2, randaugment=2),
+    data=DataConfig(
+        batch_size=4096, augment=(InceptionConfig(), RandAugmentConfig(operations=2), MixupConfig(alpha=0.2))
+    ),
     train=TrainConfig(
         steps=28_150,
         lr=1e-3,
@@ -154,14 +164,16 @@ _DEIT3 = RunConfig(
     data=DataConfig(
         batch_size=2048,  # 256 on each of 8 GPUs
         tail="drop",
-        augment="inception",
+        augment=(
+            InceptionConfig(),
+            ThreeAugmentConfig(),  # --ThreeAugment
+            ColorJitterConfig(strength=0.3),
+            MixupConfig(alpha=0.8),
+            CutMixConfig(alpha=1.0),
+        ),
         eval_crop=1.0,  # --eval-crop-ratio 1.0
         eval_interpolation="bicubic",
-        three_augment=True,  # --ThreeAugment
-        color_jitter=0.3,
         repeats=3,  # --repeated-aug
-        mixup=0.8,
-        cutmix=1.0,
     ),
     train=TrainConfig(
         steps=800 * 625,  # 800 epochs; 625 whole batches of 1,281,167 images
@@ -192,7 +204,14 @@ _DEIT3_SIZES = {
 _IN21K = RunConfig(
     model=ViTConfig(num_classes=21_843, head_bias=-10.0, width=768, heads=12, mlp_dim=3072),
     task=ClassificationConfig(loss="sigmoid"),
-    data=DataConfig(batch_size=4096, augment="inception", mixup=0.5, randaugment=2, randaugment_magnitude=20),
+    data=DataConfig(
+        batch_size=4096,
+        augment=(
+            InceptionConfig(),
+            RandAugmentConfig(operations=2, magnitude=20),
+            MixupConfig(alpha=0.5),
+        ),
+    ),
     train=TrainConfig(
         steps=1_040_000,  # 300 epochs of about 14.2M images
         lr=8e-4,
@@ -208,7 +227,9 @@ _IN21K = RunConfig(
 _JFT = RunConfig(
     model=ViTConfig(num_classes=29_593, head_bias=-log(29_593)),  # pretrain_jft4b.py:31, common.py:201
     task=ClassificationConfig(loss="sigmoid"),  # pretrain_jft4b.py:77
-    data=DataConfig(batch_size=4096, augment="inception"),  # pretrain_jft4b.py:66: crop and flip alone
+    data=DataConfig(
+        batch_size=4096, augment=(InceptionConfig(),)
+    ),  # pretrain_jft4b.py:66: crop and flip alone
     train=TrainConfig(
         steps=300_000,
         lr=1e-3,  # common.py:122-126, with warm-up and timescale

@@ -46,8 +46,8 @@ moe.models: moe.batch_norm moe.config moe.dense moe.init moe.layer moe.model moe
     moe.routing moe.tokenizers moe.trace
 moe.cost: moe.experts moe.model moe.overrides
 orchestrator: orchestrator
-orchestrator.config: moe orchestrator.names orchestrator.optimizers orchestrator.plugins
-    orchestrator.schedules orchestrator.storage orchestrator.tasks
+orchestrator.config: moe orchestrator.data.augment orchestrator.names orchestrator.optimizers
+    orchestrator.plugins orchestrator.schedules orchestrator.storage orchestrator.tasks
 orchestrator.names:
 orchestrator.output:
 orchestrator.optimizers: moe.config moe.experts moe.model moe.parallel orchestrator.optimizers
@@ -57,8 +57,9 @@ orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchest
     orchestrator.data.sequences orchestrator.data.text orchestrator.tasks
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
 orchestrator.records: moe.codec moe.config orchestrator.codec orchestrator.config orchestrator.names
-    orchestrator.plugins orchestrator.storage
-orchestrator.config_file: orchestrator.codec orchestrator.config orchestrator.storage
+    orchestrator.plugins orchestrator.storage orchestrator.upgrade
+orchestrator.upgrade:
+orchestrator.config_file: orchestrator.codec orchestrator.config orchestrator.storage orchestrator.upgrade
 orchestrator.storage: orchestrator.stores
 orchestrator.stores: orchestrator.credentials
 orchestrator.credentials:
@@ -78,7 +79,7 @@ orchestrator.data.batch:
 orchestrator.data.fields:
 orchestrator.data.text: moe.codec moe.tokenizers orchestrator.data.fields orchestrator.data.images
     orchestrator.storage
-orchestrator.data.augment:
+orchestrator.data.augment: moe.config orchestrator.data.augment
 orchestrator.data.images: moe.signature orchestrator.data.augment orchestrator.data.undecodable
 orchestrator.data.undecodable:
 orchestrator.data.offsets:
@@ -97,7 +98,7 @@ orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestr
     orchestrator.tasks orchestrator.threads
 orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
     orchestrator.config_file orchestrator.data orchestrator.output orchestrator.plugins orchestrator.records
-    orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training
+    orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training orchestrator.upgrade
 orchestrator.training.cleaner:
 orchestrator.training.heartbeat:
 orchestrator.frontier: orchestrator.frontier

@@ -8,6 +8,7 @@ from typing import Any, cast
 from moe.models import ViTConfig
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
+from orchestrator.data.augment import InceptionConfig, MixupConfig, RandAugmentConfig
 
 Changes = Mapping[str, Any]  # dotted fields of a run, with their values
 UNCHANGED: Changes = MappingProxyType({})
@@ -95,7 +96,11 @@ _STUDY_SIZES = {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 4), "w48": vit
 
 _CIFAR = RunConfig(
     model=ViTConfig(image_size=32, patch_size=4, width=192, depth=12, heads=3, mlp_dim=768, num_classes=10),
-    data=DataConfig(batch_size=512, augment="inception", eval_crop=1.0, mixup=0.2, randaugment=2),
+    data=DataConfig(
+        batch_size=512,
+        augment=(InceptionConfig(), RandAugmentConfig(operations=2), MixupConfig(alpha=0.2)),
+        eval_crop=1.0,
+    ),
     train=TrainConfig(steps=19_500, lr=1e-3, report_every=50, eval_every=975),  # 200 epochs
 )
 

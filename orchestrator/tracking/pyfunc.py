@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 import mlflow.pyfunc
 import numpy as np
 import pandas as pd
-from mlflow.models import Model as MLmodel
-from mlflow.models import ModelSignature
+from mlflow.models import Model as MLmodel, ModelSignature
 from mlflow.types import ColSpec, Schema
 
 import moe
@@ -31,7 +30,13 @@ from orchestrator.tracking import served
 MOE = Path(moe.__file__).parent
 # Without their __init__.py they are namespace packages, which never hide an installed orchestrator.
 FILES = (
-    *("data/augment.py", "data/batch.py", "data/images.py", "data/preparation.py", "data/undecodable.py"),
+    *(
+        "data/augment/base.py",
+        "data/batch.py",
+        "data/images.py",
+        "data/preparation.py",
+        "data/undecodable.py",
+    ),
     *("errors.py", "tracking/served.py"),
 )
 PACKAGES = ("mlflow", "numpy", "pandas", "pillow", "safetensors", "torch", "torchvision")

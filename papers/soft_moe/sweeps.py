@@ -357,9 +357,9 @@ def augmentation(scale: Scale) -> Sweep:
         "soft": soft(scale.experts, 1, tokens, layers=half),
     }
     kinds: dict[str, Arm] = {
-        "resize": {"data.augment": "none", "data.randaugment": 0},
-        "crop": {"data.augment": "inception", "data.randaugment": 0},
-        "distort": {"data.augment": "inception", "data.randaugment": 2},
+        "resize": {"data.augment.inception": None, "data.augment.randaugment": None},
+        "crop": {"data.augment.inception": {}, "data.augment.randaugment": None},
+        "distort": {"data.augment.inception": {}, "data.augment.randaugment.operations": 2},
     }
     arms = {f"{f}-{kind}": {**arm, **data} for f, arm in families.items() for kind, data in kinds.items()}
     claims = (

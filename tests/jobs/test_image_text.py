@@ -8,8 +8,7 @@ from typing import Any
 import pandas
 import pytest
 
-from jobs import _image_text, evaluate, pareto_sweep, predict
-from jobs import train as train_job
+from jobs import _image_text, evaluate, pareto_sweep, predict, train as train_job
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.data.packing import digits

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe.exported import CONFIG, WEIGHTS
-from moe.exported import load as load_exported
+from moe.exported import CONFIG, WEIGHTS, load as load_exported
 from moe.layer import MoEConfig
 from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh
