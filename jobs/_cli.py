@@ -344,7 +344,7 @@ def _results_in(folder: str) -> str:
     """Names the kind of results in `folder`, e.g. "a run or a sweep"; empty for files of other programs."""
     from orchestrator import storage
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.training.run_directory import kind_of
+    from orchestrator.runs.run_directory import kind_of
 
     if kind_of(folder):
         return "a run or a sweep"

@@ -283,9 +283,9 @@ def sweep(flags: SweepFlags) -> None:
         return print_sweeps(flags.scale)
     from jobs._describe import describe_data
     from jobs._sweep_plan import plan, print_spending, print_tuned
+    from orchestrator.planning.preflight import check_sweep
     from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
-    from orchestrator.sweeps.preflight import check_sweep
     from orchestrator.sweeps.progress import SweepProgress
     from orchestrator.sweeps.queue import RunToCompletion
     from orchestrator.sweeps.stopping import EarlyStopping
@@ -348,10 +348,10 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
     """Prints the frontier, and where its page, its pictures and its models are."""
     from jobs._describe import guessing
     from orchestrator import storage
+    from orchestrator.runs.sweep_directory import SweepDir
     from orchestrator.sweeps.publish import PAGE, PNG
     from orchestrator.tracking.registry import registered_name
     from orchestrator.tracking.store import redact_uri
-    from orchestrator.training.sweep_directory import SweepDir
 
     own, uri = SweepDir.of(sweep.base), flags.run.places.uri()
     if left := run.trials_left():

@@ -39,6 +39,7 @@ from .optimizers import (
 )
 from .optimizers.base import decay_groups as decay_groups
 from .plugins import load_plugins as load_plugins
+from .runs.run_directory import Result as Result
 from .schedules import (
     ConstantConfig as ConstantConfig,
     CosineConfig as CosineConfig,
@@ -48,7 +49,7 @@ from .schedules import (
     ScheduleConfig as ScheduleConfig,
 )
 from .sweeps.budget import Budget as Budget
-from .sweeps.driver import SweepOptions as SweepOptions, run_sweep as run_sweep, train as train
+from .sweeps.driver import SweepOptions as SweepOptions, run_sweep as run_sweep
 from .sweeps.run import Watch as Watch
 from .sweeps.scales import Scale as Scale
 from .sweeps.scheduler import FrontierScheduler as FrontierScheduler
@@ -61,4 +62,4 @@ from .tasks.base import Heads as Heads
 from .tracking.base import Follower as Follower, TrackerConfig as TrackerConfig
 from .tracking.projection import Projection as Projection
 from .tracking.tensorboard import TensorBoardConfig as TensorBoardConfig
-from .training.run_directory import Result as Result
+from .training.train import train as train

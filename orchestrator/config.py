@@ -232,7 +232,7 @@ class ScaleConfig(ParallelConfig):
     Attributes:
         workers: processes, with a GPU or half a CPU each.
         ep: workers that share one set of experts; dp = workers / ep. ``auto``: the command chooses the number
-            that spends the least time on links, and writes it here (`sweeps.estimate`).
+            that spends the least time on links, and writes it here (`estimate`).
         workers_per_node: what ``auto`` assumes.
         use_gpu: one GPU per worker.
         min_workers: when nodes are lost or not up yet, the run continues with as few workers as this and the
@@ -343,9 +343,7 @@ class RunConfig(Config):
             UsageError: if `scale.ep` is still ``auto``.
         """
         if self.scale.ep == "auto":
-            raise UsageError(
-                "scale.ep=auto: `orchestrator.sweeps.estimate.resolve_auto(run)` chooses a number"
-            )
+            raise UsageError("scale.ep=auto: `orchestrator.estimate.resolve_auto(run)` chooses a number")
         return self.scale.ep
 
     def lane_count(self) -> int:

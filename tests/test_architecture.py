@@ -66,10 +66,7 @@ orchestrator.credentials:
 orchestrator.threads: moe.model
 orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoint.weights
     orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.output
-    orchestrator.records orchestrator.storage orchestrator.tasks orchestrator.tracking
-    orchestrator.training.measurements orchestrator.training.metrics_file orchestrator.training.notice
-    orchestrator.training.run_directory orchestrator.training.state
-    orchestrator.training.sweep_directory
+    orchestrator.records orchestrator.runs orchestrator.storage orchestrator.tasks orchestrator.tracking
 orchestrator.tracking.served: moe.exported moe.signature orchestrator.data.batch orchestrator.data.images
     orchestrator.data.preparation
 orchestrator.data: moe.config moe.signature moe.tokenizers orchestrator.config orchestrator.data
@@ -98,7 +95,16 @@ orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestr
     orchestrator.tasks orchestrator.threads
 orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
     orchestrator.config_file orchestrator.data orchestrator.output orchestrator.plugins orchestrator.records
-    orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training orchestrator.upgrade
+    orchestrator.runs orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training
+orchestrator.training.train: orchestrator.config orchestrator.data orchestrator.estimate orchestrator.runs
+    orchestrator.storage orchestrator.tracking orchestrator.training
+orchestrator.training.console: orchestrator.config orchestrator.frontier.points orchestrator.output
+    orchestrator.runs
+orchestrator.runs: moe.model orchestrator.checkpoint orchestrator.codec orchestrator.config orchestrator.config_file
+    orchestrator.data orchestrator.plugins orchestrator.records orchestrator.runs orchestrator.storage
+    orchestrator.upgrade
+orchestrator.runs.notice:
+orchestrator.estimate: moe orchestrator.checkpoint.manifest orchestrator.config
 orchestrator.training.cleaner:
 orchestrator.training.heartbeat:
 orchestrator.frontier: orchestrator.frontier
@@ -110,9 +116,10 @@ orchestrator.frontier.figure: orchestrator.frontier.points
 orchestrator.frontier.drawing: orchestrator.frontier.figure
 orchestrator.frontier.published: moe.guests orchestrator.frontier
 orchestrator.sweeps: moe orchestrator
+orchestrator.planning: moe orchestrator
 orchestrator.evaluation: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
-    orchestrator.data orchestrator.evaluation orchestrator.storage orchestrator.tasks orchestrator.threads
-    orchestrator.tracking orchestrator.training
+    orchestrator.data orchestrator.evaluation orchestrator.runs orchestrator.storage orchestrator.tasks
+    orchestrator.threads orchestrator.tracking orchestrator.training
 papers: moe orchestrator papers wings
 papers.jobs: jobs._cli jobs._flags jobs._record moe orchestrator papers
 wings: moe orchestrator wings
@@ -122,7 +129,7 @@ jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._lis
 jobs._flags:
 jobs._main: jobs._flags moe.guests
 jobs._cli: jobs jobs._flags jobs._signals orchestrator
-jobs._signals: orchestrator.training.notice
+jobs._signals: orchestrator.runs.notice
 jobs._grid: jobs._cli jobs._record jobs._sharded orchestrator
 jobs._record: jobs._cli orchestrator
 jobs._shots: jobs._cli jobs._record jobs._sharded orchestrator
@@ -136,8 +143,8 @@ EVERYWHERE = "orchestrator.errors"  # imports nothing itself
 LIBRARIES = read("""
 ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orchestrator.evaluation.predict
     orchestrator.evaluation.sharded
-    orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.machines
-    orchestrator.sweeps.preflight orchestrator.sweeps.scheduler
+    orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.planning.machines
+    orchestrator.planning.preflight orchestrator.sweeps.scheduler
     orchestrator.training.cleaner orchestrator.training.cluster orchestrator.training.fit
     orchestrator.training.gauges orchestrator.training.heartbeat orchestrator.training.launch
     orchestrator.training.resources orchestrator.training.torch_trainer
@@ -146,14 +153,14 @@ boto3: orchestrator.stores
 obstore: orchestrator.credentials orchestrator.stores
 pyarrow.fs:
 torch.distributed: bench moe.batch_norm moe.expert_parallel moe.parallel orchestrator.checkpoint
-    orchestrator.optimizers orchestrator.sweeps.machines orchestrator.training.dry_run
+    orchestrator.optimizers orchestrator.planning.machines orchestrator.training.dry_run
     orchestrator.training.metrics orchestrator.training.worker
 argparse: bench jobs._flags
 optuna: orchestrator.sweeps.answers orchestrator.sweeps.search
 pkgutil: papers.jobs.study
 matplotlib: orchestrator.frontier papers
 plotly: orchestrator.frontier
-rich: jobs orchestrator.sweeps.progress
+rich: jobs orchestrator.sweeps.progress orchestrator.training.console
 jinja2: orchestrator.frontier.page
 tokenizers: moe.tokenizers
 """)

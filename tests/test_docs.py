@@ -22,9 +22,9 @@ import pytest
 
 import moe
 import orchestrator
+from orchestrator.runs.metrics_file import read_metrics
 from orchestrator.tasks import ClassificationConfig
 from orchestrator.training.metrics import METRICS
-from orchestrator.training.metrics_file import read_metrics
 from tests.commands import check_settings, flags_of
 from tests.parts import png
 

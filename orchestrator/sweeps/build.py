@@ -17,11 +17,11 @@ from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, Status
 from orchestrator.frontier.published import papers_metric, published
 from orchestrator.records import read_run
+from orchestrator.runs.run_directory import Result
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.sweeps.operating import operating_rows, with_operating
 from orchestrator.sweeps.sweep import Sweep, settings
 from orchestrator.training.progress import costs
-from orchestrator.training.run_directory import Result
-from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 log = logging.getLogger(__name__)
 

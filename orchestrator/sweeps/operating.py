@@ -11,9 +11,9 @@ from orchestrator.checkpoint.models import ModelRef, load_checkpoint
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import TOGETHER, Point, is_complete
+from orchestrator.runs.measurements import measurements, rows_of
+from orchestrator.runs.run_directory import read_json
 from orchestrator.sweeps.sweep import settings
-from orchestrator.training.measurements import measurements, rows_of
-from orchestrator.training.run_directory import read_json
 
 OPERATING = "operating_points.json"  # a table of a measurement; in sweeps of 0.3 and before a file
 AS_TRAINED = "as trained"

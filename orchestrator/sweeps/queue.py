@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orchestrator.sweeps.estimate import branch_step
+from orchestrator.estimate import branch_step
+from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps.sweep import Trial
 from orchestrator.training.resources import fits
-from orchestrator.training.run_directory import Result
 
 # A trial whose devices are not free is passed by so many later ones. Then all wait for it.
 PATIENCE = 8

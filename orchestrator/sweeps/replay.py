@@ -7,9 +7,9 @@ from statistics import fmean
 
 import numpy as np
 
+from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps.queue import Policy, TrialQueue, TrialState
 from orchestrator.sweeps.stopping import ARM_SD, DECADE_SD, LEVEL, SEED_SD, SLOPE, EarlyStopping
-from orchestrator.training.run_directory import Result
 
 WORKERS = 4
 SWEEPS, RANKINGS = 20, 2000  # drawn sweeps, fewer where these would need more rankings in all

@@ -14,12 +14,16 @@ import numpy as np
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.estimate import branch_step
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
 from orchestrator.frontier.points import as_shown
+from orchestrator.runs import notice
+from orchestrator.runs.metrics_file import METRICS, LineReader, Metrics, poll_s
+from orchestrator.runs.run_directory import Result, RunDir
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps.budget import BudgetTracker
 from orchestrator.sweeps.engine import run_jobs
-from orchestrator.sweeps.estimate import branch_step
 from orchestrator.sweeps.queue import (
     Job,
     Outcome,
@@ -32,12 +36,8 @@ from orchestrator.sweeps.queue import (
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trial
-from orchestrator.training import notice
-from orchestrator.training.metrics_file import METRICS, LineReader, Metrics, poll_s
 from orchestrator.training.progress import costs
 from orchestrator.training.resources import most_resources, run_resources
-from orchestrator.training.run_directory import Result, RunDir
-from orchestrator.training.sweep_directory import SweepDir
 
 STATUS_EVERY_S = 30
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from orchestrator import storage
 from orchestrator.codec import flat
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.training.measurements import (
+from orchestrator.runs.measurements import (
     FOLDER,
     HOST,
     JOB,
@@ -22,9 +22,9 @@ from orchestrator.training.measurements import (
     measurements,
     read_measurement,
 )
-from orchestrator.training.metrics_file import METRICS, SYSTEM, LineReader
-from orchestrator.training.run_directory import BAD_IMAGES, ERROR, PROFILE, Result, RunDir, RunRecord, Status
-from orchestrator.training.sweep_directory import SweepDir, SweepRecord
+from orchestrator.runs.metrics_file import METRICS, SYSTEM, LineReader
+from orchestrator.runs.run_directory import BAD_IMAGES, ERROR, PROFILE, Result, RunDir, RunRecord, Status
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 
 CONSTANT = ("cost/params", "cost/forward_gflops_2mac")  # constant metrics, which become params
 FINGERPRINT = "data/fingerprint"  # a metric that becomes a tag

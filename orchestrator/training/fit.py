@@ -35,11 +35,12 @@ from orchestrator.data.ray_data import by_ray_data
 from orchestrator.data.sequences import SEQUENCE
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.training import notice
+from orchestrator.runs import notice
+from orchestrator.runs.metrics_file import LOG, METRICS, POLL_S, LineReader, poll_s
+from orchestrator.runs.run_directory import Result, RunDir, StartMode, acquire_run_dir
 from orchestrator.training.gauges import Gauges
 from orchestrator.training.heartbeat import HeartbeatMonitor, HeartbeatSender
 from orchestrator.training.launch import on_workers
-from orchestrator.training.metrics_file import LOG, METRICS, POLL_S, LineReader, poll_s
 from orchestrator.training.profile import current_phase
 from orchestrator.training.resources import (
     CPU_FOR_DATA,
@@ -47,7 +48,6 @@ from orchestrator.training.resources import (
     placement,
     worker_resources,
 )
-from orchestrator.training.run_directory import Result, RunDir, StartMode, acquire_run_dir
 from orchestrator.training.worker import Report, train_worker
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.training.run_directory import BAD_IMAGES
+from orchestrator.runs.run_directory import BAD_IMAGES
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import DecodeError
-from orchestrator.training.metrics_file import Metrics
+from orchestrator.runs.metrics_file import Metrics
 
 
 @dataclass(frozen=True, kw_only=True)

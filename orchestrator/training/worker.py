@@ -29,9 +29,11 @@ from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.data.stream import Reader, Stream, in_process, open_stream, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.records import at_its_place
+from orchestrator.runs.contents import moved, recorded_at
+from orchestrator.runs.metrics_file import Metrics, MetricsWriter
+from orchestrator.runs.run_directory import Result, RunDir
 from orchestrator.threads import set_threads
 from orchestrator.training.average import Average
-from orchestrator.training.contents import moved, recorded_at
 from orchestrator.training.features import can_be_stored, with_features
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, due, evaluate, good_enough, run_steps
@@ -44,10 +46,8 @@ from orchestrator.training.metrics import (
     model_flops_utilization,
     write_csv,
 )
-from orchestrator.training.metrics_file import Metrics, MetricsWriter
 from orchestrator.training.profile import profiled
 from orchestrator.training.progress import Progress, costs, marginal_costs
-from orchestrator.training.run_directory import Result, RunDir
 
 log = logging.getLogger(__name__)
 Report = Callable[[int, Metrics], None]

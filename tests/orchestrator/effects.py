@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from moe import parallel
 from moe.expert_parallel import ExpertParallel
+from orchestrator import estimate
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.weights import signature_of_run
 from orchestrator.codec import override
@@ -37,14 +38,13 @@ from orchestrator.data.batch import Batch
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import fetches_whole_shards, in_process, open_stream
 from orchestrator.errors import UsageError
-from orchestrator.sweeps import estimate
+from orchestrator.runs.metrics_file import Metrics
+from orchestrator.runs.run_directory import RunDir, acquire_run_dir
 from orchestrator.training import fit, launch, loop, worker as worker_module
 from orchestrator.training.dry_run import fake_ranks
 from orchestrator.training.loop import evaluate, train_step
-from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.progress import costs
 from orchestrator.training.resources import run_resources
-from orchestrator.training.run_directory import RunDir, acquire_run_dir
 from orchestrator.training.worker import Worker, build_model, train_worker
 from tests.parts import png, poison_memory
 

@@ -15,14 +15,14 @@ from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.frontier.claims import check_claim
 from orchestrator.frontier.frontier import Frontier
+from orchestrator.runs.metrics_file import Metrics
+from orchestrator.runs.run_directory import Result, RunDir
 from orchestrator.sweeps import driver, run as sweep_run
 from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.sweeps.driver import SweepOptions
 from orchestrator.sweeps.queue import Job, TrialQueue
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.progress import costs
-from orchestrator.training.run_directory import Result, RunDir
 from tests.made_directories import begin, end
 from tests.orchestrator.effects import NUMBERS
 

@@ -18,7 +18,7 @@ from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_process, open_stream
 from orchestrator.errors import UsageError
-from orchestrator.training.run_directory import RunDir
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 
 ROWS = 40

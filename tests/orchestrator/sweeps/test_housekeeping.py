@@ -13,8 +13,13 @@ import pytest
 from orchestrator import storage
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import as_shown
+from orchestrator.runs import notice
+from orchestrator.runs.lock import holder_of, locked, move_aside
+from orchestrator.runs.measurements import made_by
+from orchestrator.runs.run_directory import RunDir, write_json
+from orchestrator.runs.state import directory_state
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps import housekeeping
-from orchestrator.sweeps.driver import working_in
 from orchestrator.sweeps.housekeeping import OLD, ownerless, remove_everywhere, stop, take
 from orchestrator.sweeps.overview import Entry, entries
 from orchestrator.sweeps.publish import publish
@@ -24,14 +29,9 @@ from orchestrator.tracking.registry import model_name
 from orchestrator.tracking.removal import registered
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import Sync
-from orchestrator.training import notice
-from orchestrator.training.lock import holder_of, locked, move_aside
-from orchestrator.training.measurements import made_by
-from orchestrator.training.run_directory import RunDir, write_json
-from orchestrator.training.state import directory_state
-from orchestrator.training.sweep_directory import SweepDir
+from orchestrator.training.train import working_in
 from tests.made_directories import begin, begin_sweep, end, end_sweep, report, run_at
-from tests.orchestrator.training.test_state import killed_in
+from tests.orchestrator.runs.test_state import killed_in
 
 ACCURACIES = {"a": 0.5, "b": 0.7, "c": 0.6}
 

@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps import run as run_module
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.build import sweep_frontier
@@ -18,7 +19,6 @@ from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.progress import costs
-from orchestrator.training.run_directory import RunDir
 from tests.made_directories import end, sweep_record
 
 pytestmark = pytest.mark.usefixtures("cluster")

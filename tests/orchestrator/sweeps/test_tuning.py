@@ -12,6 +12,7 @@ import pytest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps import tuning as module
 from orchestrator.sweeps.budget import Budget
 from orchestrator.sweeps.driver import SweepOptions
@@ -20,7 +21,6 @@ from orchestrator.sweeps.search import SearchOptions
 from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.sweeps.tuning import Tuned, Tuning, tune
-from orchestrator.training.sweep_directory import SweepDir
 from tests.made_directories import end_sweep
 from tests.orchestrator.frontier.samples import NAN, point
 

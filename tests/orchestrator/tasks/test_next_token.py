@@ -20,12 +20,12 @@ from orchestrator.data.batch import Batch
 from orchestrator.data.packing import digits
 from orchestrator.data.sequences import SEQUENCE
 from orchestrator.errors import UsageError
+from orchestrator.runs.metrics_file import Metrics
 from orchestrator.schedules import ConstantConfig
 from orchestrator.tasks import NextTokenConfig
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.fit import fit
 from orchestrator.training.loop import evaluate, train_step
-from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.worker import build_model
 from tests.orchestrator.as_one import Case, check_ranks_train_as_one
 

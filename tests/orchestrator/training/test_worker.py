@@ -29,9 +29,9 @@ from orchestrator.config import RunConfig
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
+from orchestrator.runs.metrics_file import Metrics
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.schedules import ScheduleConfig
-from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
 from tests.orchestrator.buckets import Bucket

@@ -14,8 +14,7 @@ from moe.presets import PRESETS
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.optimizers import AdafactorConfig, AdamWConfig, OptimizerConfig, SGDConfig
-from orchestrator.sweeps.estimate import (
+from orchestrator.estimate import (
     GIB,
     Layout,
     Links,
@@ -29,6 +28,7 @@ from orchestrator.sweeps.estimate import (
     memory_problem,
     resolve_auto,
 )
+from orchestrator.optimizers import AdafactorConfig, AdamWConfig, OptimizerConfig, SGDConfig
 from orchestrator.training.dry_run import fake_ranks
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4}

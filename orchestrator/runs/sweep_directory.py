@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from orchestrator.records import Move
-from orchestrator.training.run_directory import SWEEP, Directory, RunDir, read_json, write_json
+from orchestrator.runs.run_directory import SWEEP, Directory, RunDir, read_json, write_json
 from orchestrator.upgrade import upgraded_arm
 
 SUMMARY = "summary.json"

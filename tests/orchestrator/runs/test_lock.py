@@ -14,9 +14,9 @@ import pytest
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
-from orchestrator.training import lock as lock_file
-from orchestrator.training.lock import InUse, locked
-from orchestrator.training.metrics_file import LineWriter
+from orchestrator.runs import lock as lock_file
+from orchestrator.runs.lock import InUse, locked
+from orchestrator.runs.metrics_file import LineWriter
 from tests.orchestrator.buckets import Bucket
 
 

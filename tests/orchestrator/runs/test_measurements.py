@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training import measurements as records
-from orchestrator.training.measurements import (
+from orchestrator.runs import measurements as records
+from orchestrator.runs.measurements import (
     HOST,
     JOB,
     USER,
@@ -20,7 +20,7 @@ from orchestrator.training.measurements import (
     rows_of,
     write_measurement,
 )
-from orchestrator.training.sweep_directory import owner_of
+from orchestrator.runs.sweep_directory import owner_of
 from tests.made_directories import begin_sweep, run_at
 
 

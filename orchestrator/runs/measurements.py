@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from orchestrator import storage
-from orchestrator.training.run_directory import read_json
+from orchestrator.runs.run_directory import read_json
 
 FOLDER, RECORD = "measurements", "record.json"
 USER, HOST, JOB = "mlflow.user", "host", "ray.job_id"  # labels; the first is MLflow's own name

@@ -32,7 +32,7 @@ from orchestrator.config_file import CONFIG_TOML, to_toml
 from orchestrator.errors import UsageError, last_line
 from orchestrator.plugins import FOLDER, save_plugins
 from orchestrator.records import CONFIG, Move
-from orchestrator.training.contents import contents_of, moved
+from orchestrator.runs.contents import contents_of, moved
 
 StartMode = Literal["auto", "resume"]
 

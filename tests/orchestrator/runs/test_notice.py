@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from orchestrator.training import notice
+from orchestrator.runs import notice
 
 
 @pytest.fixture(autouse=True)

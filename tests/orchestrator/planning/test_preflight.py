@@ -15,9 +15,9 @@ from orchestrator import storage
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.sweeps import preflight as preflight_file
-from orchestrator.sweeps.findings import Finding, require
-from orchestrator.sweeps.preflight import (
+from orchestrator.planning import preflight as preflight_file
+from orchestrator.planning.findings import Finding, require
+from orchestrator.planning.preflight import (
     NodeFacts,
     check_gpus,
     check_shared_files,

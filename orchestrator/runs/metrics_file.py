@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator import storage
 from orchestrator.config import RunConfig
-from orchestrator.training.run_directory import RunDir
+from orchestrator.runs.run_directory import RunDir
 
 Metrics = dict[str, float]
 

@@ -10,7 +10,7 @@ from moe.cost import param_shapes
 from moe.presets import PRESETS
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.sweeps.estimate import layout
+from orchestrator.estimate import layout
 from orchestrator.training.dry_run import dry_run
 
 MODEL: dict[str, Any] = {"image_size": 32, "width": 128, "depth": 4, "mlp_dim": 512, "num_classes": 12}

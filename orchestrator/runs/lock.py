@@ -25,13 +25,15 @@ from typing import IO, Any, NamedTuple
 from orchestrator import storage
 from orchestrator.errors import UsageError
 from orchestrator.storage import Version
-from orchestrator.training import notice
-from orchestrator.training.run_directory import LOCK
+from orchestrator.runs import notice
+from orchestrator.runs.run_directory import LOCK
 
 IN_USE = "another process works in {}{}: wait for it, or end it"
 TRIES = 20  # conditional writes that fail, although nobody else has written
 LEASE_S = 90.0  # a lease is renewed nine times in this time
 RELEASED = b"{}"
+REPORT = "report"  # below a sweep: whoever draws and sends it holds the lock of this folder too
+REPORT_S = 600.0  # that a command waits for a report
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +126,26 @@ def move_aside(directory: str) -> str | None:
     aside = next(path for n in range(1, 1_000_000) if not os.path.exists(path := f"{directory}.old-{n}"))
     os.rename(directory, aside)
     return aside
+
+
+def wait_for_report(directory: str) -> None:
+    """Waits while another command draws the sweep and sends it: it needs the directory for some seconds.
+
+    Raises:
+        InUse: if it needs more than `REPORT_S`.
+    """
+    folder, began_s, waiting = storage.join(directory, REPORT), time.monotonic(), False
+    while LOCK in storage.names(folder):
+        try:
+            with locked(folder):
+                return
+        except InUse:
+            if time.monotonic() - began_s > REPORT_S:
+                raise
+            if not waiting:
+                log.info("waiting for a report that is drawn in %s", directory)
+            waiting = True
+            time.sleep(0.5)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import pytest
 from orchestrator import storage
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.training import metrics_file
-from orchestrator.training.metrics_file import LineReader, LineWriter, LogFile, MetricsWriter, read_metrics
+from orchestrator.runs import metrics_file
+from orchestrator.runs.metrics_file import LineReader, LineWriter, LogFile, MetricsWriter, read_metrics
 from tests.orchestrator.buckets import Bucket
 
 

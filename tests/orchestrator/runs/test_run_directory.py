@@ -12,8 +12,8 @@ from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.codec import override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.training.lock import locked, move_aside
-from orchestrator.training.run_directory import Result, RunDir, StartMode, acquire_run_dir, write_json
+from orchestrator.runs.lock import locked, move_aside
+from orchestrator.runs.run_directory import Result, RunDir, StartMode, acquire_run_dir, write_json
 
 DIGEST = "71cb"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.machines import GIB, Probes, rounds, unreachable
+from orchestrator.planning.machines import GIB, Probes, rounds, unreachable
 from tests.machines import DISK, ROOT, machines, start_ray
 
 

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from orchestrator.training.lock import Holder, holder_of
-from orchestrator.training.run_directory import RunDir, RunState, Status, kind_of
-from orchestrator.training.sweep_directory import SweepDir, SweepRecord, owner_of
+from orchestrator.runs.lock import Holder, holder_of
+from orchestrator.runs.run_directory import RunDir, RunState, Status, kind_of
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord, owner_of
 
 # running   a process works there, and gives signs of life
 # lost      a process worked there, and ended without a word: it was killed, or its machine is gone

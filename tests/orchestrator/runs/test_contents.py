@@ -9,8 +9,8 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
-from orchestrator.training.contents import contents_of, digest_at, moved
-from orchestrator.training.run_directory import RunDir, acquire_run_dir
+from orchestrator.runs.contents import contents_of, digest_at, moved
+from orchestrator.runs.run_directory import RunDir, acquire_run_dir
 
 
 def changed(folder: Path) -> Path:

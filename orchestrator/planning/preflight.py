@@ -20,11 +20,11 @@ import torch
 from orchestrator import storage
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
+from orchestrator.estimate import GIB, layout, memory_problem
 from orchestrator.frontier.claims import EVERY_POINT, comparisons, parse_claim, why_nothing
 from orchestrator.frontier.points import Point
-from orchestrator.sweeps.estimate import GIB, layout, memory_problem
-from orchestrator.sweeps.findings import Finding, run_check
-from orchestrator.sweeps.machines import check_machines
+from orchestrator.planning.findings import Finding, run_check
+from orchestrator.planning.machines import check_machines
 from orchestrator.sweeps.sweep import Sweep, Trial, settings
 from orchestrator.tracking.store import Tracking
 from orchestrator.training.fit import check_data, check_start

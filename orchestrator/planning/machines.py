@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d
 
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.sweeps.estimate import GIB
-from orchestrator.sweeps.findings import Finding, run_check
+from orchestrator.estimate import GIB
+from orchestrator.planning.findings import Finding, run_check
 from orchestrator.training.resources import ANSWER_S, node_name
 from orchestrator.training.torch_trainer import use_interface_of_ray
 
