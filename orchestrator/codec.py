@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from moe import codec
 from moe.codec import dataclasses_of, hints_of, member_of, to_dict
 from moe.config import did_you_mean
+from moe.upgrade import upgraded
 from orchestrator.errors import UsageError
 from orchestrator.plugins import check_loaded
 
@@ -51,6 +52,8 @@ def read_config(cls: type[T], data: Mapping[str, Any]) -> T:
         written = data.get(group)
         if isinstance(written, Mapping) and neighbour in written and leaf not in written:
             data = {**data, group: {**written, leaf: did}}
+    if isinstance(model := data.get("model"), Mapping):
+        data = {**data, "model": upgraded(model)}
     return codec.from_dict(cls, data)
 
 

@@ -17,8 +17,8 @@ def read(table: str) -> dict[str, set[str]]:
     return {name: {*names.split()} for name, _, names in rows}
 
 
-# Package or module: what of ours it may import; the longest match decides. moe.trace imports the model, and
-# orchestrator its public API and frontier.points the model, for type checkers alone.
+# Package or module: what of ours it may import; the longest match decides. orchestrator imports its
+# public API and frontier.points the model, for type checkers alone.
 ALLOWED = read("""
 moe: moe
 moe.init:
@@ -38,12 +38,14 @@ moe.routers.sparse_transport: moe.routers.graphed
 moe.routers.affinity: moe.config moe.init moe.routers.graphed moe.routers.sparse_transport moe.routing
 moe.routers.choice: moe.config moe.init moe.overrides moe.routers.affinity moe.routing moe.rows
 moe.layer: moe.dense moe.config moe.experts moe.init moe.overrides moe.routers moe.routing
-moe.model: moe.config moe.experts moe.init moe.layer moe.overrides moe.routing moe.trace
+moe.upgrade:
+moe.model: moe.config moe.experts moe.init moe.layer moe.overrides moe.routing
 moe.trace: moe.layer moe.model
 moe.batch_norm: moe.init moe.routing
-moe.models: moe.batch_norm moe.config moe.dense moe.init moe.layer moe.model moe.models moe.overrides
-    moe.routing moe.tokenizers moe.trace
-moe.cost: moe.experts moe.model moe.overrides
+moe.encoder: moe.config moe.dense moe.init moe.layer moe.model moe.overrides moe.routing
+moe.models: moe.batch_norm moe.config moe.cost moe.dense moe.encoder moe.init moe.layer moe.model moe.models
+    moe.overrides moe.routing moe.tokenizers
+moe.cost: moe.experts moe.model moe.overrides moe.trace
 orchestrator: orchestrator
 orchestrator.config: moe orchestrator.names orchestrator.optimizers orchestrator.plugins
     orchestrator.schedules orchestrator.storage orchestrator.tasks
@@ -54,14 +56,14 @@ orchestrator.schedules: moe.config
 orchestrator.plugins: moe.config orchestrator.storage
 orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.manifest
     orchestrator.data.sequences orchestrator.data.text orchestrator.tasks
-orchestrator.codec: moe.codec moe.config orchestrator.plugins
+orchestrator.codec: moe.codec moe.config moe.upgrade orchestrator.plugins
 orchestrator.records: moe.codec moe.config orchestrator.codec orchestrator.config orchestrator.names
     orchestrator.plugins orchestrator.storage
 orchestrator.config_file: orchestrator.codec orchestrator.config orchestrator.storage
 orchestrator.storage: orchestrator.stores
 orchestrator.stores: orchestrator.credentials
 orchestrator.credentials:
-orchestrator.threads: moe.model
+orchestrator.threads: moe.cost moe.model
 orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoint.weights
     orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.output
     orchestrator.records orchestrator.storage orchestrator.tasks orchestrator.tracking
@@ -157,7 +159,6 @@ tokenizers: moe.tokenizers
 """)
 # beside the standard library, all that `moe` may need; only byte pair encoding needs the last
 ONLY_TORCH = {"torch", "numpy", "safetensors", "tokenizers"}
-MAX_LINES = 400
 
 
 def under(module: str, prefix: str) -> bool:
@@ -213,11 +214,6 @@ def test_only_jobs_import_inside_functions() -> None:
         functions = (node for node in nodes(path) if isinstance(node, ast.FunctionDef))
         inside = [n for f in functions for n in ast.walk(f) if isinstance(n, ast.ImportFrom)]
         assert not inside, f"{path}:{inside[0].lineno}"
-
-
-def test_size() -> None:
-    long = {module for module, path in sources() if len(path.read_text().splitlines()) > MAX_LINES}
-    assert not long
 
 
 def test_only_jobs_print() -> None:

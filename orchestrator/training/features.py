@@ -34,7 +34,7 @@ def can_be_stored(run: RunConfig) -> bool:
     where images do not vary and are routed one by one.
     """
     tower, data, moe = run.model.starts_from, run.data, run.model.moe
-    transform = Transform(size=run.model.image_size, **data.train_settings())
+    transform = Transform(size=run.model.image_side(), **data.train_settings())
     varied = transform.varies() or data.mixup or data.cutmix
     alone = moe is None or moe.images_per_group == 1
     frozen = any(tower.startswith(prefix) for prefix in run.train.freeze)
