@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 from safetensors.torch import save_file
 
 from moe.codec import from_dict, to_dict
+from moe.exported import load
 from moe.layer import MoEConfig
-from moe.load import load
 from moe.model import ModelConfig
 from moe.models import DecoderConfig, TwoTowersConfig
 from moe.models.vit import ViTConfig
@@ -23,7 +23,7 @@ from moe.presets import PRESETS, VITS, create_model
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig, TopKConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from moe.routers.balance import SignConfig
-from moe.upgrade import upgraded
+from moe.upgrade import upgraded_model
 from tests.moe.parts import KINDS, build_vit, images
 
 MOE = Path(__file__).parents[2] / "moe"
@@ -38,7 +38,7 @@ import sys
 sys.path += {path!r}
 import torch
 from moe import MoEConfig, MoELayer, SoftConfig, ViT, ViTConfig
-from moe.load import load
+from moe.exported import load
 
 images = torch.linspace(-1, 1, 4 * 3 * 8 * 8).view(4, 3, 8, 8)
 torch.save(load({export!r})(images).logits, {out!r})
@@ -197,5 +197,5 @@ def test_a_model_by_name_with_weights(tmp_path: Path) -> None:
 def test_configs_of_earlier_versions_are_read():
     """A decoder and two towers once had a number of classes, on which no weight depends."""
     for config in (DecoderConfig(), TwoTowersConfig()):
-        assert from_dict(ModelConfig, upgraded(to_dict(config) | {"num_classes": 7})) == config
-    assert upgraded(to_dict(ViTConfig(num_classes=7)))["num_classes"] == 7
+        assert from_dict(ModelConfig, upgraded_model(to_dict(config) | {"num_classes": 7})) == config
+    assert upgraded_model(to_dict(ViTConfig(num_classes=7)))["num_classes"] == 7

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+import moe.models  # noqa: F401, because its classes are the kinds of models
 from moe.codec import from_dict
 from moe.init import set_unsaved
 from moe.model import Model, ModelConfig
 from moe.signature import SIGNATURE, Signature, read_signature
-from moe.upgrade import upgraded
+from moe.upgrade import upgraded_model
 
 # The files of an exported folder.
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -73,7 +74,7 @@ def load_signature(path: str | Path) -> Signature:
 
 def _model_config(config: dict[str, Any]) -> ModelConfig:
     try:
-        return from_dict(ModelConfig, upgraded(config["model"]), "model.")
+        return from_dict(ModelConfig, upgraded_model(config["model"]), "model.")
     except ValueError as error:
         made = (
             f"; import the files it was made with: {', '.join(plugins)}"
