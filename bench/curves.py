@@ -111,7 +111,7 @@ def make(name: str, folder: str) -> Sweep:
     splits: dict[str, list[Sample]] = {"train": [], "val": []}
     for split, sample in images:
         splits[split].append(sample)
-    write_shards(f"{folder}/data", [str(i) for i in range(sweep.base.model.num_classes)], splits)
+    write_shards(f"{folder}/data", [str(i) for i in range(sweep.base.model.num_outputs())], splits)
     return replace(sweep, base=override(sweep.base, {"data.path": f"{folder}/data"}))
 
 
@@ -186,7 +186,7 @@ def record(name: str, seeds: int, processes: int) -> dict[str, Any]:
                 entry = curves.setdefault(arm, {"cost/train_flops_6mac": cost, "val/acc1": []})
                 entry["val/acc1"].append(list(future.result().values()))
                 print(f"{i:4}/{len(runs)}  {arm}, seed {seed}: {future.result()[steps]:.4f}", flush=True)
-    about = {"sweep": name, "steps": steps, "every": every, "classes": sweep.base.model.num_classes}
+    about = {"sweep": name, "steps": steps, "every": every, "classes": sweep.base.model.num_outputs()}
     return provenance() | about | {"arms": curves}
 
 

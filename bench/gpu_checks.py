@@ -145,10 +145,10 @@ class TrainStep:
     """A whole training step in three phases, over random images."""
 
     def __init__(self, model: ViT, device: torch.device, images: int, *, stats: bool = False) -> None:
-        self.model, self.stats, size = model, stats, model.config.image_size
+        self.model, self.stats, size = model, stats, model.config.image_side()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         self.images = torch.randn(images, 3, size, size, device=device)
-        self.labels = torch.randint(0, model.config.num_classes, (images,), device=device)
+        self.labels = torch.randint(0, model.config.num_outputs(), (images,), device=device)
         self.keys = torch.arange(images, device=device)
         self.loss = self.images.new_zeros(())
 
@@ -290,7 +290,7 @@ def repeat(bench: Bench, name: str, dtype: torch.dtype) -> Row:
     config, row = small(name, moe_blocks=1), Row()
     if not bench.tiny:
         config = replace(VITS["S/16"], depth=2, moe=config.moe)
-    model, batch = build(bench, config, dtype), random_batch(4 if bench.tiny else 32, config.image_size)
+    model, batch = build(bench, config, dtype), random_batch(4 if bench.tiny else 32, config.image_side())
     names = [parameter for parameter, _ in model.named_parameters()]
     with Operators() as operators:
         forward_backward(model, batch)

@@ -193,7 +193,7 @@ def report(
     """Prints the accuracies by data set, of groups and of all, and returns them with a table of all runs. A
     mean is of data sets that all have a seed that finished.
     """
-    size, was = base.model.image_size, model.run.model.image_size
+    size, was = base.model.image_side(), model.run.model.image_side()
     sizes = ", ".join(f"{n} x {n}" for n in sorted({row.size or size for row in rows}))
     print(
         f"\naccuracy after fine-tuning at {sizes}, mean +- 95 % interval over seeds; probe: ridge"

@@ -309,8 +309,8 @@ def sweep(flags: SweepFlags) -> None:
         connect()
     if flags.plan and flags.sweep in SWEEPS:
         print(description(flags.sweep))
-    if flags.plan and not flags.has_data():
-        print(f"no --data: assuming the {sweep.base.model.num_classes:,} classes of scale {flags.scale}")
+    if flags.plan and not flags.has_data() and (classes := sweep.base.model.num_outputs()):
+        print(f"no --data: assuming the {classes:,} classes of scale {flags.scale}")
     if flags.plan or flags.mfu is not None:
         plan(sweep, kind, device, flags.mfu or PLAN_MFU, first)
         if flags.stop_early:

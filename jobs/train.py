@@ -121,7 +121,8 @@ class RunFlags:
             model_of_weights: without --model, the model is that of the weights that --init-from names. Of
                 weights of other projects it always is.
         """
-        from moe.codec import to_dict
+        from moe.codec import member_of, to_dict
+        from moe.model import ModelConfig
         from orchestrator.checkpoint.foreign import is_import
         from orchestrator.checkpoint.models import read_model
         from orchestrator.config_file import check_written, merged
@@ -161,7 +162,7 @@ class RunFlags:
             path = self.places.shards(data) if data else digits(root, source)
             if not (data or self.fresh):
                 check_trained_on(path, self.places.below(name))
-            changes |= {"data.path": path, "model.num_classes": len(open_manifest(path).classes)}
+            changes |= {"data.path": path}
         weights = None if init_from is None else self._weights(init_from, name)
         optional = {
             "model": self.model,
@@ -180,6 +181,11 @@ class RunFlags:
             changes |= {f"data.{field}": value for field, value in was.data.eval_settings().items()}
         if weights:
             changes["train.init_from"] = weights
+        if path := changes.get("data.path"):
+            written = {**to_dict(base.model), **changes.get("model", {})}
+            model = member_of(ModelConfig, {"kind": assigned.get("model.kind", written["kind"])}, "model")
+            sized = model.for_classes(len(open_manifest(path).classes))
+            changes |= {f"model.{field}": value for field, value in sized.items()}
         changes |= assigned
         if self.config:
             check_written(self.config, fields, base, changes)

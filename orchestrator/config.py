@@ -366,7 +366,7 @@ class RunConfig(Config):
 
     def pixels(self) -> int:
         """Returns the bytes of a decoded image, at least 1."""
-        return max(1, 3 * self.model.image_size**2)
+        return max(1, 3 * self.model.image_side() ** 2)
 
     def images_per_pass(self) -> int:
         """Returns the images of one worker's forward pass."""

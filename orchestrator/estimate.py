@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import NamedTuple
 
-from moe.cost import forward_gflops_2mac, num_params, param_shapes, train_flops_6mac
+from moe.cost import forward_gflops_2mac, model_costs, num_params, param_shapes, train_flops_6mac
 from moe.experts import is_expert
 from moe.model import begins_so, unit_shapes
 from moe.parallel import check_layout
@@ -270,7 +270,7 @@ def _memory(run: RunConfig, ep: int) -> dict[str, float]:
     last_gathered, everything = last.gathered(dp, ep), sum(unit.gathered(dp, ep) for unit in units)
     gradients = sum(unit.gathered(dp, ep) for unit in trained) if accumulates else sum(last)
 
-    kept, *others = run.model.activations(number, frozen)
+    kept, *others = model_costs(run.model, number=number, frozen=frozen).activations
     outside, *saved = (images * size for size in kept)
     stream, widest = (images * size for size in others)
     backward = {

@@ -5,6 +5,8 @@ exports and `config.toml`. Each function makes JSON values of JSON values, and l
 from collections.abc import Mapping
 from typing import Any
 
+from moe.upgrade import upgraded_model
+
 # data.augment was a name and its members further fields of `data`, which acted in this order:
 # field -> (kind, what the number is)
 _AUGMENTED = {
@@ -21,6 +23,8 @@ _OF_AUGMENT = ("augment", _MAGNITUDE, *_AUGMENTED)
 
 def upgraded(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of a run in today's form."""
+    if isinstance(model := config.get("model"), Mapping):
+        config = {**config, "model": upgraded_model(model)}
     data = config.get("data")
     if not isinstance(data, Mapping) or not _is_old(data):
         return dict(config)

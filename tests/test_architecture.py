@@ -17,8 +17,8 @@ def read(table: str) -> dict[str, set[str]]:
     return {name: {*names.split()} for name, _, names in rows}
 
 
-# Package or module: what of ours it may import; the longest match decides. moe.trace imports the model, and
-# orchestrator its public API and frontier.points the model, for type checkers alone.
+# Package or module: what of ours it may import; the longest match decides. orchestrator imports its
+# public API and frontier.points the model, for type checkers alone.
 ALLOWED = read("""
 moe: moe
 moe.init:
@@ -39,12 +39,14 @@ moe.routers.sparse_transport: moe.routers.graphed
 moe.routers.affinity: moe.config moe.init moe.routers.graphed moe.routers.sparse_transport moe.routing
 moe.routers.choice: moe.config moe.init moe.overrides moe.routers.affinity moe.routing moe.rows
 moe.layer: moe.dense moe.config moe.experts moe.init moe.overrides moe.routers moe.routing
-moe.model: moe.config moe.experts moe.init moe.layer moe.overrides moe.routing moe.trace
+moe.upgrade:
+moe.model: moe.config moe.experts moe.init moe.layer moe.overrides moe.routing
 moe.trace: moe.layer moe.model
 moe.batch_norm: moe.init moe.routing
-moe.models: moe.batch_norm moe.config moe.dense moe.init moe.layer moe.model moe.models moe.overrides
-    moe.routing moe.tokenizers moe.trace
-moe.cost: moe.experts moe.model moe.overrides
+moe.encoder: moe.config moe.dense moe.init moe.layer moe.model moe.overrides moe.routing
+moe.models: moe.batch_norm moe.config moe.cost moe.dense moe.encoder moe.init moe.layer moe.model moe.models
+    moe.overrides moe.routing moe.tokenizers
+moe.cost: moe.experts moe.model moe.overrides moe.trace
 orchestrator: orchestrator
 orchestrator.config: moe orchestrator.data.augment orchestrator.names orchestrator.optimizers
     orchestrator.plugins orchestrator.schedules orchestrator.storage orchestrator.tasks
@@ -58,12 +60,12 @@ orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchest
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
 orchestrator.records: moe.codec moe.config orchestrator.codec orchestrator.config orchestrator.names
     orchestrator.plugins orchestrator.storage orchestrator.upgrade
-orchestrator.upgrade:
+orchestrator.upgrade: moe.upgrade
 orchestrator.config_file: orchestrator.codec orchestrator.config orchestrator.storage orchestrator.upgrade
 orchestrator.storage: orchestrator.stores
 orchestrator.stores: orchestrator.credentials
 orchestrator.credentials:
-orchestrator.threads: moe.model
+orchestrator.threads: moe.cost moe.model
 orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoint.weights
     orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.output
     orchestrator.records orchestrator.runs orchestrator.storage orchestrator.tasks orchestrator.tracking

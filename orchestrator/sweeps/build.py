@@ -194,7 +194,7 @@ def _judged_on(sweep: SweepRecord, runs: Sequence[RunConfig]) -> str:
     paths = dict.fromkeys(path for run in runs for path in _judged_paths(sweep, run))
     names = ", ".join(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
     counted = sweep.val_images and len(paths) == 1 and {*paths} == {run.data.path for run in runs}
-    noun = "images" if all(run.model.image_size for run in runs) else "sequences"
+    noun = "images" if all(run.model.image_side() for run in runs) else "sequences"
     return f"{sweep.val_images} {noun} of {names} (val split)" if counted else f"{names} (val split)"
 
 
@@ -208,7 +208,7 @@ def _papers(sweep: SweepRecord, runs: Iterable[RunConfig]) -> tuple[Point, ...]:
     found = set[str | None]()
     for run in runs:
         paths = _judged_paths(sweep, run)
-        classes = run.model.num_classes if paths[0] == run.data.path else None
+        classes = run.model.num_outputs() if paths[0] == run.data.path else None
         found.add(papers_metric(sweep.quality, paths[0], classes) if len(paths) == 1 else None)
     metric = found.pop() if len(found) == 1 else None
     return published(metric, sweep.cost) if metric else ()

@@ -69,7 +69,7 @@ def finetune_run(
     """
     was = model.run
     return RunConfig(
-        model=_finetune_model(was.model, image_size or size.image_size or was.model.image_size),
+        model=_finetune_model(was.model, image_size or size.image_size or was.model.image_side()),
         data=DataConfig(
             batch_size=size.batch_size,
             augment=size.augment,

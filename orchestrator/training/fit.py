@@ -72,12 +72,12 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
             f"data.batch_size={run.data.batch_size} is more than the {manifest.rows('train')} training images"
             f" of {run.data.path}: use at most {manifest.rows('train')}"
         )
-    if run.task.classifies and len(manifest.classes) > run.model.num_classes:
+    if run.task.classifies and len(manifest.classes) > run.model.num_outputs():
         raise UsageError(
-            f"model.num_classes={run.model.num_classes}, but {run.data.path} has {len(manifest.classes)}"
+            f"model.num_classes={run.model.num_outputs()}, but {run.data.path} has {len(manifest.classes)}"
             " classes"
         )
-    if run.model.image_size and SEQUENCE in manifest.fields:
+    if run.model.image_side() and SEQUENCE in manifest.fields:
         raise UsageError(
             f"{run.data.path} holds text without images, and a model of kind {run.model.kind!r} reads images:"
             " set model.kind=decoder and task.kind=next_token"

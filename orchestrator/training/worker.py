@@ -165,7 +165,7 @@ class Worker:
             source = read_model(started.source, whole=False)
         except UsageError:
             return {}
-        alike = source.run.model.image_size == run.model.image_size and source.run.task == run.task
+        alike = source.run.model.image_side() == run.model.image_side() and source.run.task == run.task
         same = not run.task.classifies or (started.classes is not None and started.classes.are_same)
         if f"{run.model.head}.weight" not in started.transfer.copied or not (alike and same):
             return {}

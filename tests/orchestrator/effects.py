@@ -30,7 +30,6 @@ from moe import parallel
 from moe.expert_parallel import ExpertParallel
 from orchestrator import estimate
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.weights import signature_of_run
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.augment.base import at, draw
@@ -196,11 +195,6 @@ def cache_of_a_node(run: RunConfig) -> dict[str, Any]:
     return {"bytes": open_stream(run, "train", 0, 1).data.cache_bytes, "whole": whole}
 
 
-def classes(run: RunConfig) -> tuple[str, ...] | None:
-    """Returns the names of the classes that a model of the run is known to have."""
-    return signature_of_run(run).classes
-
-
 # A worker of a run, and what it leaves.
 
 
@@ -360,7 +354,6 @@ RUNS = (
     compiled,
     read,
     cache_of_a_node,
-    classes,
     worker,
     device,
     place,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe.cost import num_expert_params, num_params, train_flops_6mac
+from moe.cost import model_costs, num_expert_params, num_params, train_flops_6mac
 from moe.models.vit import ViT
 from moe.parallel import build_sharded, local_part, make_mesh
 from moe.presets import PRESETS
@@ -61,7 +61,7 @@ def test_peak_by_hand() -> None:
     memory = layout(run, 1).memory
     assert memory["parameters"] == 4 * num_params(run.model)
     assert memory["optimizer"] == 8 * num_params(run.model)
-    assert memory["activations"] == 64 * sum(run.model.activations().saved)
+    assert memory["activations"] == 64 * sum(model_costs(run.model).activations.saved)
     assert memory["buffers"] == 64 * 4 * 16 * (128 + 32)  # gradients of a hidden layer, and of the tokens
     sgd = {"train.optimizer.kind": "sgd"}
     memory = layout(run_of(images=1, **CHOICE | sgd | {"model.num_classes": 5000}), 1).memory

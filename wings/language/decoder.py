@@ -1,4 +1,5 @@
-"""A causal decoder over bytes: the blocks of the ViT, of which each token attends to itself and those before.
+"""A causal decoder over bytes: an encoder (`moe.encoder`) in which each token attends to itself and to those
+before it.
 
 Source: GPT-2 (Radford et al. 2019): pre-norm, learned positions, a norm before the head; its head here has
 weights of its own, which start at zero. The article SoftMoE: Beyond Hard Expert Selection trains a decoder
@@ -15,51 +16,37 @@ from torch import Tensor, nn
 
 from moe.config import PositiveInt
 from moe.dense import Head
+from moe.encoder import Encoder, EncoderConfig, blocks_of
 from moe.init import Draw, normal
-from moe.layer import MoEConfig
-from moe.model import Model, ModelConfig, Output
-from moe.models.vit import blocks_of
-from moe.models.vit_costs import encoder_activations, encoder_macs
+from moe.model import Costs
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.trace import Activations
 
 BYTES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ModelConfig):
+class DecoderConfig(EncoderConfig):
     """A decoder, which predicts the byte after each byte of a sequence.
 
     Attributes:
         length: bytes of a sequence; commands take that of the data.
-        width, depth, heads, mlp_dim, qk_norm: as those of a ViT.
+        width, depth, heads, mlp_dim, qk_norm: as those of an `EncoderConfig`.
         moe: experts in place of some MLPs, for each sequence by itself.
-        num_classes: classes of the data. No weight depends on them.
     """
 
     kind: Literal["decoder"] = "decoder"
     length: PositiveInt = 128
-    width: PositiveInt = 384
     depth: PositiveInt = 6
-    heads: PositiveInt = 6
-    mlp_dim: PositiveInt = 1536
-    qk_norm: bool = False
-    moe: MoEConfig | None = None
-    num_classes: PositiveInt = 1
 
     gives: ClassVar = ("next_byte",)
-    causal: ClassVar = True
-    image_size: ClassVar = 0  # pyright: ignore[reportIncompatibleVariableOverride]
-    pooling: ClassVar = "none"
+
+    @property
+    def causal(self) -> bool:
+        return True
 
     def check(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"heads={self.heads} does not divide width={self.width}")
-        if self.moe and self.moe.images_per_group > 1:
-            raise ValueError(
-                f"sequences are routed one by one, got images_per_group={self.moe.images_per_group}"
-            )
-        self.moe_blocks()
+        super().check()
+        self.check_routed_alone("sequences")
 
     def build(self, *, seed: int | None = 0) -> "Decoder":
         return Decoder(self, seed=seed)
@@ -70,31 +57,19 @@ class DecoderConfig(ModelConfig):
     def tokens(self) -> int:
         return self.length
 
-    def size(self) -> str:
-        return f"w{self.width}d{self.depth}"
-
-    def moe_blocks(self) -> tuple[int, ...]:
-        return self.moe.blocks(self.depth) if self.moe else ()
-
-    def expert_dim(self) -> int:
-        """Returns the number of hidden units per expert."""
-        return (self.moe and self.moe.expert_dim) or self.mlp_dim
-
-    def macs(self, overrides: RoutingOverrides = AS_TRAINED) -> dict[str, float]:
+    def costs(
+        self, overrides: RoutingOverrides = AS_TRAINED, *, number: int = 4, frozen: Sequence[str] = ()
+    ) -> Costs:
         head = self.length * self.width * BYTES
-        return encoder_macs(self.at_point(overrides), overrides, embed=0, head=head)
-
-    def largest_matmul(self) -> float:
-        return self.length * self.width * max(self.mlp_dim, BYTES)
-
-    def activations(self, number: int = 4, frozen: Sequence[str] = ()) -> Activations:
         # tokens, the last norm's input, output and scales, logits
         outside = self.length * (2 * self.width + 3 + BYTES)
-        return encoder_activations(self, number, outside=outside)
+        return self.encoder_costs(overrides, number, head=head, largest=head, outside=outside)
 
 
-class Decoder(Model[DecoderConfig]):
-    """The module of a `DecoderConfig`."""
+class Decoder(Encoder[DecoderConfig]):
+    """The module of a `DecoderConfig`. It reads bytes (B, S), at most `length` of each sequence; its head
+    ``next_byte``, (B, S, 256), has the logits of the byte after each.
+    """
 
     undecayed: ClassVar = ("embed_VD", "position_LD")
 
@@ -106,30 +81,12 @@ class Decoder(Model[DecoderConfig]):
         self.norm = nn.LayerNorm(config.width, eps=1e-6)
         self.head = Head(config.width, BYTES, 0.0)
 
-    def units(self) -> Sequence[nn.Module]:
-        return [*self.blocks]
-
     def draws(self) -> dict[str, Draw]:
         return {"embed_VD": normal(0.02), "position_LD": normal(0.02)}
 
-    def forward(
-        self,
-        images: Tensor,
-        valid_B: Tensor | None = None,
-        keys_B: Tensor | None = None,
-        routing_overrides: RoutingOverrides = AS_TRAINED,
-        return_stats: bool = False,
-        return_routings: bool = False,
-    ) -> Output:
-        """Reads bytes (B, S), which take the place of images, at most `length` of each sequence. Its head
-        ``next_byte``, (B, S, 256), has the logits of the byte after each.
-        """
-        bytes_BS = images
-        valid_B = bytes_BS.new_ones(len(bytes_BS), dtype=torch.float32) if valid_B is None else valid_B
-        x_BSD = F.embedding(bytes_BS, self.embed_VD) + self.position_LD[: bytes_BS.shape[1]]
-        x_BSD, aux, stats, routings = self.through(
-            x_BSD, valid_B, keys_B, routing_overrides, return_stats, return_routings
-        )
+    def embedded(self, inputs: Tensor, keys_B: Tensor | None = None) -> Tensor:
+        return F.embedding(inputs, self.embed_VD) + self.position_LD[: inputs.shape[1]]
+
+    def heads(self, x_BSD: Tensor, inputs: Tensor) -> dict[str, Tensor]:
         # A copy: FSDP warns of a view, which the output of a linear layer is here.
-        logits_BSV = self.head(self.norm(x_BSD)).clone()
-        return Output({"next_byte": logits_BSV}, aux, stats, routings)
+        return {"next_byte": self.head(x_BSD).clone()}

@@ -110,8 +110,8 @@ def test_a_prefix_alone_has_the_outputs_of_the_whole(router: RouterConfig | None
 @pytest.mark.parametrize("router", [None, *SAFE.values()], ids=["dense", *SAFE])
 def test_costs_and_gradients(router: RouterConfig | None) -> None:
     config = replace(DENSE, moe=router and moe_of(router))
-    assert sum(config.macs().values()) == pytest.approx(sum(trace(config).macs.values()))
-    assert len(config.activations().saved) == 1 + config.depth
+    assert sum(config.costs().macs.values()) == pytest.approx(sum(trace(config).macs.values()))
+    assert len(config.costs().activations.saved) == 1 + config.depth
     model = config.build()
     assert num_params(config) == sum(param.numel() for param in model.parameters())
     output = model(text(0), keys_B=torch.arange(3), return_stats=True)
