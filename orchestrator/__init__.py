@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     )
     from orchestrator.data.batch import Batch, normalize
     from orchestrator.data.images import Transform, encode_png
-    from orchestrator.data.packing import digits
-    from orchestrator.data.samples import Sample, Source
     from orchestrator.errors import UsageError
     from orchestrator.evaluation.models import load_model
     from orchestrator.frontier.frontier import Frontier
     from orchestrator.frontier.points import Point
     from orchestrator.optimizers import AdafactorConfig, AdamWConfig, LambConfig, OptimizerConfig, SGDConfig
     from orchestrator.optimizers.base import decay_groups
+    from orchestrator.packing.pack import digits
+    from orchestrator.packing.samples import Sample, Source
     from orchestrator.plugins import load_plugins
     from orchestrator.schedules import (
         ConstantConfig,
@@ -170,8 +170,8 @@ _NAMES = {  # module -> what it defines
     ),
     "data.batch": ("Batch", "normalize"),
     "data.images": ("Transform", "encode_png"),
-    "data.packing": ("digits",),
-    "data.samples": ("Sample", "Source"),
+    "packing.pack": ("digits",),
+    "packing.samples": ("Sample", "Source"),
     "errors": ("UsageError",),
     "evaluation.models": ("load_model",),
     "frontier.frontier": ("Frontier",),

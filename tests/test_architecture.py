@@ -79,19 +79,17 @@ orchestrator.data.fields:
 orchestrator.data.text: moe.codec moe.tokenizers orchestrator.data.fields orchestrator.data.images
     orchestrator.storage
 orchestrator.data.augment: moe.config orchestrator.data.augment
+orchestrator.data.parquet: orchestrator.storage
 orchestrator.data.images: moe.signature orchestrator.data.augment orchestrator.data.undecodable
 orchestrator.data.undecodable:
-orchestrator.data.offsets:
-orchestrator.data.listing: orchestrator.data.images orchestrator.storage
-orchestrator.data.labels: moe.config.did_you_mean
-orchestrator.data.splits:
-orchestrator.data.samples: orchestrator.data.images orchestrator.data.index orchestrator.data.labels
-    orchestrator.data.manifest orchestrator.data.splits
-orchestrator.data.tars: orchestrator.data.labels orchestrator.data.manifest orchestrator.data.samples
-    orchestrator.data.splits orchestrator.data.text
+orchestrator.packing: moe.config moe.tokenizers orchestrator.data orchestrator.packing orchestrator.plugins
     orchestrator.storage
-orchestrator.data.formats: orchestrator.data.labels orchestrator.data.offsets orchestrator.data.samples
-    orchestrator.data.splits orchestrator.data.tars orchestrator.data.text orchestrator.storage
+orchestrator.packing.offsets:
+orchestrator.packing.listing: orchestrator.data.images orchestrator.storage
+orchestrator.packing.labels: moe.config.did_you_mean
+orchestrator.packing.splits:
+orchestrator.packing.samples: orchestrator.data.images orchestrator.data.index orchestrator.data.manifest
+    orchestrator.packing.labels orchestrator.packing.splits
 orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
     orchestrator.data orchestrator.names orchestrator.plugins orchestrator.records orchestrator.storage
     orchestrator.tasks orchestrator.threads
@@ -111,8 +109,8 @@ orchestrator.frontier.published: orchestrator.frontier orchestrator.guests
 orchestrator.guests:
 orchestrator.sweeps: moe orchestrator
 orchestrator.evaluation: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
-    orchestrator.data orchestrator.evaluation orchestrator.storage orchestrator.tasks orchestrator.threads
-    orchestrator.tracking orchestrator.training
+    orchestrator.data orchestrator.evaluation orchestrator.packing.listing orchestrator.storage
+    orchestrator.tasks orchestrator.threads orchestrator.tracking orchestrator.training
 papers: moe orchestrator papers
 jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._list jobs._main
     jobs._record jobs._sharded jobs._shots jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe

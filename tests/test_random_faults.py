@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from orchestrator.data import packing
+from orchestrator.packing import pack as packing
 from orchestrator.sweeps.budget import BudgetTracker
 from orchestrator.tracking import base, sync
 from orchestrator.tracking.find import KEY

@@ -18,10 +18,10 @@ from orchestrator import storage
 from orchestrator.codec import changed_fields, differences, flat, override, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.packing import digits
 from orchestrator.errors import BudgetExhausted, UsageError, reason_of
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
+from orchestrator.packing.pack import digits
 from orchestrator.plugins import check_loaded, save_plugins
 from orchestrator.sweeps.baseline import linear_baseline
 from orchestrator.sweeps.budget import Budget, BudgetTracker

@@ -34,9 +34,9 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.augment.base import at, draw
 from orchestrator.data.batch import Batch
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import fetches_whole_shards, in_process, open_stream
 from orchestrator.errors import UsageError
+from orchestrator.packing.pack import Sample, write_shards
 from orchestrator.sweeps import estimate
 from orchestrator.training import fit, launch, loop
 from orchestrator.training import worker as worker_module

@@ -9,12 +9,12 @@ from moe.models import DecoderConfig
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.packing import digits, pack
-from orchestrator.data.samples import Source
 from orchestrator.data.sequences import SEQUENCE, SequenceField, length_of
-from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_order, in_process, open_stream
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.pack import digits, pack
+from orchestrator.packing.samples import Source
 from orchestrator.tasks import NextTokenConfig
 from orchestrator.training.fit import check_data, decided_by_data
 from tests.orchestrator.data.images import write

@@ -17,9 +17,9 @@ from orchestrator.checkpoint.weights import signature_of
 from orchestrator.codec import override
 from orchestrator.config import FewShotConfig, RunConfig, TrainConfig
 from orchestrator.data.batch import Batch
-from orchestrator.data.packing import digits
 from orchestrator.data.sequences import SEQUENCE
 from orchestrator.errors import UsageError
+from orchestrator.packing.pack import digits
 from orchestrator.schedules import ConstantConfig
 from orchestrator.tasks import NextTokenConfig
 from orchestrator.training.fewshot import FewShot
