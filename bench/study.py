@@ -3,7 +3,7 @@
   python bench/study.py                  writes the numbers and pictures of docs/study.md
   python bench/study.py --collect DIR    first adds what the sweep's directory has by now
   python bench/study.py --test FILE      first adds what `jobs/evaluate.py --out FILE` measured
-  python bench/study.py --routing DIR    first adds what `jobs/inspect_routing.py --out DIR/TRIAL` measured
+  python bench/study.py --routing DIR    first adds what `inspect-routing --out DIR/TRIAL` measured
 
 docs/study.md has every command, in order. The table is `bench/results/study.json`; that of an earlier study,
 with one learning rate for all arms, `bench/results/study-one-rate.json`. `bench/study_page.py` makes the

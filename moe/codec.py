@@ -7,6 +7,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from moe.config import did_you_mean, members
+from moe.guests import join_families
 
 T = TypeVar("T")
 
@@ -113,6 +114,9 @@ def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:
     if not by_kind or "kind" not in value:
         return choices[0]
     # A list, because a value from JSON may have no hash.
+    if value["kind"] not in [*by_kind]:
+        join_families()
+        by_kind = _by_kind(tuple(dataclasses_of(hint)))
     if value["kind"] not in [*by_kind]:
         raise ValueError(
             f"unknown {path}.kind {value['kind']!r}; known: {', '.join(sorted(by_kind))}"

@@ -4,12 +4,10 @@ In sources, ``soft_moe`` is ``vmoe/projects/soft_moe/configs`` of google-researc
 ``vmoe/configs/vmoe_paper``. ``deit`` is facebookresearch/deit at 7e160fe. Numbers without a source are ours.
 """
 
-from dataclasses import replace
 from math import log
 from typing import Any, cast
 
-from moe.models import TwoTowersConfig, ViTConfig
-from moe.presets import TEXT_G, TWO_TOWERS
+from moe.models import ViTConfig
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
 from orchestrator.data.augment import (
@@ -22,8 +20,8 @@ from orchestrator.data.augment import (
 )
 from orchestrator.optimizers import AdamWConfig, LambConfig
 from orchestrator.schedules import DeitConfig, LinearConfig, RsqrtConfig
-from orchestrator.sweeps.scales import Scale, in_image_tower, vit_size
-from orchestrator.tasks import ClassificationConfig, ContrastiveConfig
+from orchestrator.sweeps.scales import Scale, vit_size
+from orchestrator.tasks import ClassificationConfig
 
 
 def vit_of(run: RunConfig) -> ViTConfig:
@@ -34,11 +32,6 @@ def vit_of(run: RunConfig) -> ViTConfig:
 def last_half(run: RunConfig) -> str:
     """Returns the last half of the blocks, where Soft MoE has its experts."""
     return f"last_{vit_of(run).depth // 2}"
-
-
-def last_half_of_image(run: RunConfig) -> str:
-    """Returns the same of the image tower of two."""
-    return last_half(replace(run, model=cast(TwoTowersConfig, run.model).image, task=ClassificationConfig()))
 
 
 _S, _B, _L, _H = (384, 12, 6), (768, 12, 12), (1024, 24, 16), (1280, 32, 16)
@@ -57,10 +50,6 @@ VITS = {  # Soft MoE, section 3.3; soft_moe/common.py:199-205
 
 def _vits(names: str) -> dict[str, dict[str, Any]]:
     return {name: VITS[name] for name in names.split()}
-
-
-def _towers(names: str) -> dict[str, dict[str, Any]]:
-    return {name: in_image_tower(VITS[name]) for name in names.split()}
 
 
 def _vmoe(model: dict[str, Any], lr: float, *, clip_norm: float | None = None) -> dict[str, Any]:
@@ -252,30 +241,6 @@ _JFT = RunConfig(
     ),
 )
 
-# The recipe of appendix F.1 of Soft MoE: soft_moe/pretrain_laion.py. Sizes with patches of 14 pixels are left
-# out, because 14 does not divide 256.
-_LAION = RunConfig(
-    model=TWO_TOWERS["B/16-laion"],
-    task=ContrastiveConfig(loss="sigmoid"),
-    data=DataConfig(batch_size=16_384, eval_resize="square", eval_crop=1.0),
-    train=TrainConfig(
-        steps=750_000,
-        lr=1e-3,
-        report_every=100,
-        eval_every=10_000,
-        schedule=RsqrtConfig(warmup_steps=20_000, cooldown_steps=20_000, timescale=10_000),
-        optimizer=AdamWConfig(weight_decay=0.1),  # kernels; clipped at 1.0, the default
-    ),
-)
-# Section 4: steps of 18 billion images; batch, rate and schedule of LiT are not printed and are those of
-# LAION. The text tower is that of ViT-g.
-_TABLE_3 = {
-    **{f"model.text.{name}": getattr(TEXT_G, name) for name in ("width", "depth", "heads", "mlp_dim")},
-    "model.image.image_size": 224,
-    "task.loss": "softmax",
-    "train.steps": 18_000_000_000 // 16_384,
-}
-
 _RSQRT = {"train.schedule.kind": "rsqrt", "train.schedule.warmup_steps": 10_000}
 # The sizes of sweeps that do not vary them, and of those that vary them otherwise than `pareto`.
 _BASES = {
@@ -338,12 +303,5 @@ SCALES = {
             "vmoe": _JFT_300M,
         },
         sizes_of=_SIZES_OF | {"vmoe": _VMOES, "normalization": _vits("S16 B16 L16 H14")},
-    ),
-    "laion": Scale(  # images and texts
-        base=_LAION,
-        sizes=_towers("S16 B16 L16"),
-        experts=128,
-        bases={"lit": _TABLE_3},
-        sizes_of={"lit": _towers("S16 S14 B16 L16 H14")},
     ),
 }

@@ -20,8 +20,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2 import functional as tv
+from torchvision.transforms.v2 import InterpolationMode, functional as tv
 
 from moe.signature import Signature
 from orchestrator.data.augment.base import AugmentationConfig, Box, at

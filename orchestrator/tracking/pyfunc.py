@@ -12,13 +12,12 @@ from tempfile import TemporaryDirectory
 import mlflow.pyfunc
 import numpy as np
 import pandas as pd
-from mlflow.models import Model as MLmodel
-from mlflow.models import ModelSignature
+from mlflow.models import Model as MLmodel, ModelSignature
 from mlflow.types import ColSpec, Schema
 
 import moe
 from moe.cost import num_params
-from moe.load import CONFIG, WEIGHTS
+from moe.exported import CONFIG, WEIGHTS
 from moe.signature import SIGNATURE
 from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef

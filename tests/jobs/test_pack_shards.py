@@ -17,8 +17,7 @@ from jobs import pack_shards
 from orchestrator.data.images import decode
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.text import read_tokenizer
-from orchestrator.packing import open_source
-from orchestrator.packing import pack as packing
+from orchestrator.packing import open_source, pack as packing
 from orchestrator.packing.pack import pack
 from tests.orchestrator.data.images import JPEG, PNG, files, numbered, parquet, samples, tar, write
 

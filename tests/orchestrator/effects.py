@@ -38,8 +38,7 @@ from orchestrator.data.stream import fetches_whole_shards, in_process, open_stre
 from orchestrator.errors import UsageError
 from orchestrator.packing.pack import Sample, write_shards
 from orchestrator.sweeps import estimate
-from orchestrator.training import fit, launch, loop
-from orchestrator.training import worker as worker_module
+from orchestrator.training import fit, launch, loop, worker as worker_module
 from orchestrator.training.dry_run import fake_ranks
 from orchestrator.training.loop import evaluate, train_step
 from orchestrator.training.metrics_file import Metrics

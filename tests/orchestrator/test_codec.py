@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from moe.config import Config
 from moe.layer import MoEConfig

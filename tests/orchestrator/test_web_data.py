@@ -16,8 +16,7 @@ from orchestrator.data.cache import CACHE_FOLDER
 from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.stream import in_process, open_stream
 from orchestrator.errors import UsageError
-from orchestrator.packing import open_source
-from orchestrator.packing import pack as packing
+from orchestrator.packing import open_source, pack as packing
 from orchestrator.packing.in_place import index_external_shards
 from orchestrator.packing.pack import write_shards
 from tests.orchestrator.data.test_stream import equal

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from orchestrator.packing import open_source
 from orchestrator.packing.labels import listed_labels, name_of

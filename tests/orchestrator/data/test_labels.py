@@ -23,8 +23,7 @@ from orchestrator.data.manifest import Manifest, check_shards, open_manifest
 from orchestrator.data.parquet import class_names
 from orchestrator.data.stream import Split, in_order, in_process, open_stream
 from orchestrator.errors import UsageError
-from orchestrator.packing import open_source
-from orchestrator.packing import pack as packing
+from orchestrator.packing import open_source, pack as packing
 from orchestrator.packing.in_place import index_external_shards, index_file
 from orchestrator.packing.labels import (
     MAX_LABELS,

@@ -13,8 +13,7 @@ from jobs.pack_shards import on_cluster
 from orchestrator import storage
 from orchestrator.data.manifest import Manifest, open_manifest
 from orchestrator.errors import UsageError
-from orchestrator.packing import open_source
-from orchestrator.packing import pack as packing
+from orchestrator.packing import open_source, pack as packing
 from orchestrator.packing.in_place import index_external_shards
 from orchestrator.packing.pack import Sample, check_free, digits, pack, write_shards
 from tests.orchestrator.data.images import JPEG, PNG, files, numbered, parquet, samples, tar, write

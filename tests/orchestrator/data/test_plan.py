@@ -9,8 +9,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig

@@ -15,8 +15,7 @@ from orchestrator.data.batch import Batch
 from orchestrator.data.cache import CACHE_FOLDER
 from orchestrator.data.images import encode_png
 from orchestrator.data.stream import in_process, open_stream
-from orchestrator.packing import open_source
-from orchestrator.packing import pack as packing
+from orchestrator.packing import open_source, pack as packing
 from orchestrator.packing.pack import Sample, write_shards
 from tests.orchestrator.buckets import Bucket
 from tests.orchestrator.data.test_stream import equal

@@ -23,8 +23,7 @@ from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.packing.pack import Sample, write_shards
-from orchestrator.training import fit as fit_file
-from orchestrator.training import notice
+from orchestrator.training import fit as fit_file, notice
 from orchestrator.training.fit import (
     ATTEMPTS,
     MissingWorkers,

@@ -102,9 +102,9 @@ def case_of(recipe: str) -> Case:
     )
 
 
-# Whose loss, order or statistics are of the whole batch, and optimisers with norms of whole tensors.
-WHOLE = ["capacity of evaluation", "adafactor", "lamb", "mixture", "several labels", "relu"]
-WHOLE += [name for name in RECIPES if name.startswith(("loss-free", "quantile"))]
+# Whose loss or statistics are of the whole batch, and an optimiser with norms of whole tensors.
+WHOLE = ["capacity of evaluation", "lamb"]
+WHOLE += [name for name in RECIPES if name.startswith("quantile")]
 REST = [name for name in RECIPES if name not in WHOLE]
 
 
