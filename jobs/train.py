@@ -127,7 +127,7 @@ class RunFlags:
         from orchestrator.checkpoint.models import read_model
         from orchestrator.config_file import check_written, merged
         from orchestrator.data.manifest import open_manifest
-        from orchestrator.data.packing import digits
+        from orchestrator.packing.pack import digits
 
         fields = self.fields()
         written = str(fields.pop("name", base.name)).rpartition("/")[2]

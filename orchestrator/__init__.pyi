@@ -24,8 +24,6 @@ from .data.augment import (
 )
 from .data.batch import Batch as Batch, normalize as normalize
 from .data.images import Transform as Transform, encode_png as encode_png
-from .data.packing import digits as digits
-from .data.samples import Sample as Sample, Source as Source
 from .errors import UsageError as UsageError
 from .evaluation.models import load_model as load_model
 from .frontier.frontier import Frontier as Frontier
@@ -38,6 +36,8 @@ from .optimizers import (
     SGDConfig as SGDConfig,
 )
 from .optimizers.base import decay_groups as decay_groups
+from .packing.pack import digits as digits
+from .packing.samples import Sample as Sample, Source as Source
 from .plugins import load_plugins as load_plugins
 from .runs.run_directory import Result as Result
 from .schedules import (

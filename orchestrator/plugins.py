@@ -136,9 +136,14 @@ def shipped(plugins: Iterable[str]) -> dict[str, bytes]:
 
 def unpickled(plugins: dict[str, bytes], cls: type[T]) -> T:
     """Loads plugins, and returns an object whose fields, which need them, pickle sets next."""
+    restored(plugins)
+    return object.__new__(cls)
+
+
+def restored(plugins: dict[str, bytes]) -> None:
+    """Loads plugins by their texts, as `shipped` returns them."""
     for plugin, text in plugins.items():
         _load(plugin, text)
-    return object.__new__(cls)
 
 
 def _load(plugin: str, text: bytes) -> None:

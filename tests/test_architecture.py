@@ -56,7 +56,7 @@ orchestrator.optimizers: moe.config moe.experts moe.model moe.parallel orchestra
 orchestrator.schedules: moe.config
 orchestrator.plugins: moe.config orchestrator.storage
 orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.manifest
-    orchestrator.data.sequences orchestrator.data.text orchestrator.tasks
+    orchestrator.data.text orchestrator.tasks
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
 orchestrator.records: moe.codec moe.config orchestrator.codec orchestrator.config orchestrator.names
     orchestrator.plugins orchestrator.storage orchestrator.upgrade
@@ -79,19 +79,17 @@ orchestrator.data.fields:
 orchestrator.data.text: moe.codec moe.tokenizers orchestrator.data.fields orchestrator.data.images
     orchestrator.storage
 orchestrator.data.augment: moe.config orchestrator.data.augment
+orchestrator.data.parquet: orchestrator.storage
 orchestrator.data.images: moe.signature orchestrator.data.augment orchestrator.data.undecodable
 orchestrator.data.undecodable:
-orchestrator.data.offsets:
-orchestrator.data.listing: orchestrator.data.images orchestrator.storage
-orchestrator.data.labels: moe.config.did_you_mean
-orchestrator.data.splits:
-orchestrator.data.samples: orchestrator.data.images orchestrator.data.index orchestrator.data.labels
-    orchestrator.data.manifest orchestrator.data.splits
-orchestrator.data.tars: orchestrator.data.labels orchestrator.data.manifest orchestrator.data.samples
-    orchestrator.data.splits orchestrator.data.text
+orchestrator.packing: moe.config moe.tokenizers orchestrator.data orchestrator.packing orchestrator.plugins
     orchestrator.storage
-orchestrator.data.formats: orchestrator.data.labels orchestrator.data.offsets orchestrator.data.samples
-    orchestrator.data.splits orchestrator.data.tars orchestrator.data.text orchestrator.storage
+orchestrator.packing.offsets:
+orchestrator.packing.listing: orchestrator.data.images orchestrator.storage
+orchestrator.packing.labels: moe.config.did_you_mean
+orchestrator.packing.splits:
+orchestrator.packing.samples: orchestrator.data.images orchestrator.data.index orchestrator.data.manifest
+    orchestrator.packing.labels orchestrator.packing.splits
 orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
     orchestrator.data orchestrator.names orchestrator.plugins orchestrator.records orchestrator.storage
     orchestrator.tasks orchestrator.threads
@@ -102,8 +100,8 @@ orchestrator.training.train: orchestrator.config orchestrator.data orchestrator.
     orchestrator.storage orchestrator.tracking orchestrator.training
 orchestrator.training.console: orchestrator.config orchestrator.frontier.points orchestrator.output
     orchestrator.runs
-orchestrator.runs: moe.model orchestrator.checkpoint orchestrator.codec orchestrator.config orchestrator.config_file
-    orchestrator.data orchestrator.plugins orchestrator.records orchestrator.runs orchestrator.storage
+orchestrator.runs: moe.model orchestrator.checkpoint orchestrator.codec orchestrator.config
+    orchestrator.config_file orchestrator.data orchestrator.plugins orchestrator.records orchestrator.runs orchestrator.storage
     orchestrator.upgrade
 orchestrator.runs.notice:
 orchestrator.estimate: moe orchestrator.checkpoint.manifest orchestrator.config
@@ -120,8 +118,8 @@ orchestrator.frontier.published: moe.guests orchestrator.frontier
 orchestrator.sweeps: moe orchestrator
 orchestrator.planning: moe orchestrator
 orchestrator.evaluation: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
-    orchestrator.data orchestrator.evaluation orchestrator.runs orchestrator.storage orchestrator.tasks
-    orchestrator.threads orchestrator.tracking orchestrator.training
+    orchestrator.data orchestrator.evaluation orchestrator.packing.listing orchestrator.runs
+    orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.tracking orchestrator.training
 papers: moe orchestrator papers wings
 papers.jobs: jobs._cli jobs._flags jobs._record moe orchestrator papers
 wings: moe orchestrator wings

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 
-from orchestrator.data import packing
+from orchestrator.packing import pack as packing
 from orchestrator.runs import lock
 from orchestrator.runs.metrics_file import LineWriter
 from orchestrator.sweeps.budget import BudgetTracker

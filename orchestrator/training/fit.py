@@ -30,9 +30,9 @@ from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
 from orchestrator.data.augment.base import at
 from orchestrator.data.fields import check_fields
+from orchestrator.data.index import has_images
 from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.ray_data import by_ray_data
-from orchestrator.data.sequences import SEQUENCE
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.runs import notice
@@ -77,10 +77,11 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
             f"model.num_classes={run.model.num_outputs()}, but {run.data.path} has {len(manifest.classes)}"
             " classes"
         )
-    if run.model.image_side() and SEQUENCE in manifest.fields:
+    if run.model.image_side() and not has_images(run.data.path, manifest.labels, manifest.fields):
         raise UsageError(
-            f"{run.data.path} holds text without images, and a model of kind {run.model.kind!r} reads images:"
-            " set model.kind=decoder and task.kind=next_token"
+            f"{run.data.path} holds samples without images, of fields {', '.join(manifest.fields)}, and a model"
+            f" of kind {run.model.kind!r} reads images: choose a model and a task that read these fields"
+            " (model.kind, task.kind)"
         )
     check_fields(run.task.fields(run.model), manifest.fields, run.data.path)
     check_shards(run.data.path, manifest, verify=verify)

@@ -18,9 +18,9 @@ from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
 from orchestrator.checkpoint.models import read_model
 from orchestrator.data.batch import normalize
-from orchestrator.data.packing import write_shards
-from orchestrator.data.sources import open_source
 from orchestrator.evaluation.evaluate import EvalTask, images_of
+from orchestrator.packing import open_source
+from orchestrator.packing.pack import write_shards
 from orchestrator.runs.measurements import measurements
 from orchestrator.tracking.store import open_reader
 from tests.mlflow_reader import RunInfo, children, find_sweep

@@ -11,7 +11,7 @@ import pytest
 from jobs import _image_text, evaluate, pareto_sweep, predict, train as train_job
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
-from orchestrator.data.packing import digits
+from orchestrator.packing.pack import digits
 from orchestrator.sweeps.catalog import make_sweep
 from orchestrator.training.train import train
 

@@ -12,7 +12,7 @@ import pytest
 
 from jobs import pareto_sweep
 from jobs._flags import parse
-from orchestrator.data import packing
+from orchestrator.packing import pack as packing
 from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps import tuning
 from orchestrator.sweeps.driver import acquire_sweep_dir

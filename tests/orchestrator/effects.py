@@ -34,9 +34,9 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.augment.base import at, draw
 from orchestrator.data.batch import Batch
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import fetches_whole_shards, in_process, open_stream
 from orchestrator.errors import UsageError
+from orchestrator.packing.pack import Sample, write_shards
 from orchestrator.runs.metrics_file import Metrics
 from orchestrator.runs.run_directory import RunDir, acquire_run_dir
 from orchestrator.training import fit, launch, loop, worker as worker_module

@@ -13,8 +13,8 @@ from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.config_file import read_toml, to_toml
 from orchestrator.data.augment import InceptionConfig, MixupConfig, RandAugmentConfig
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_process, open_stream
+from orchestrator.packing.pack import Sample, write_shards
 from orchestrator.runs.run_directory import RunDir, RunRecord
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.upgrade import upgraded, upgraded_arm

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.model import Model, ModelConfig
-from moe.models.decoder import BYTES
 from moe.overrides import RoutingOverrides
 from moe.parallel import sum_over_ranks
 from orchestrator.data.batch import Batch
 from orchestrator.data.fields import Field
-from orchestrator.data.sequences import SEQUENCE, SequenceField, length_of
 from orchestrator.tasks.base import Heads, TaskConfig
+from wings.language.decoder import BYTES
+from wings.language.sequences import SEQUENCE, SequenceField, length_of
 
 PREFIXES = 8  # of each sequence, that an evaluation runs alone
 

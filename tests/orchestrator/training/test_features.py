@@ -11,11 +11,11 @@ import pytest
 from moe.models.two_towers import TwoTowersConfig
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.packing import write_shards
-from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process, open_stream
 from orchestrator.data.text import captions_as_field, read_tokenizer, save_tokenizer
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.pack import write_shards
 from orchestrator.runs.metrics_file import Metrics
 from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.catalog import make_sweep

@@ -11,9 +11,9 @@ from sklearn.linear_model import Ridge
 from moe.models.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import FewShotConfig, RunConfig
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_order, in_process
 from orchestrator.errors import UsageError
+from orchestrator.packing.pack import Sample, write_shards
 from orchestrator.planning.preflight import check_metrics
 from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.sweep import Sweep

@@ -21,8 +21,8 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
+from orchestrator.packing.pack import Sample, write_shards
 from orchestrator.runs import notice
 from orchestrator.runs.metrics_file import read_metrics
 from orchestrator.runs.run_directory import RunDir

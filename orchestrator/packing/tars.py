@@ -9,15 +9,17 @@ import re
 import tarfile
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, cast
+from dataclasses import dataclass
+from typing import IO, Any, ClassVar, Literal, cast
 
 from orchestrator import storage
-from orchestrator.data.labels import listed_labels, read_labels
 from orchestrator.data.manifest import Shard
-from orchestrator.data.samples import Part
-from orchestrator.data.splits import SPLIT_COLUMNS, splits_of_rows, splits_of_samples
 from orchestrator.data.text import TEXT, captions_as_field, captions_in_file
 from orchestrator.errors import UsageError
+from orchestrator.packing.base import FilesConfig
+from orchestrator.packing.labels import listed_labels, read_labels
+from orchestrator.packing.samples import Part
+from orchestrator.packing.splits import SPLIT_COLUMNS, splits_of_rows, splits_of_samples
 
 # Members of tars, by extension, and fields of .json members.
 TAR_IMAGES = (
@@ -103,6 +105,24 @@ class Forward:
             self._begin += len(self._piece)
             self._piece = piece
         return bool(piece)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebDatasetConfig(FilesConfig):
+    """Tars: members .jpg .. beside .cls or .json, with a label or a list of them.
+
+    Attributes:
+        caption_lines: whether each line of a `.txt` member is a caption.
+    """
+
+    kind: Literal["webdataset"] = "webdataset"
+    extensions: ClassVar[tuple[str, ...]] = (".tar",)
+    in_place: ClassVar[bool] = True
+
+    caption_lines: bool = False
+
+    def index(self, location: str) -> Part:
+        return index_tar(location, captions=self.captions, caption_lines=self.caption_lines)
 
 
 def index_tar(location: str, *, captions: bool = False, caption_lines: bool = False) -> Part:

@@ -23,15 +23,15 @@ from orchestrator import storage
 from orchestrator.data.fields import Stored, stored_as
 from orchestrator.data.images import BadImage, Picture, decode, encode_png
 from orchestrator.data.index import RECORD, IndexedShard, records_of, write_index
-from orchestrator.data.labels import refuse_unlearnt
 from orchestrator.data.manifest import UNFINISHED, Manifest, Shard, has_manifest, open_manifest, save_manifest
-from orchestrator.data.offsets import image_places
 from orchestrator.data.preparation import AS_IT_IS, Preparation, is_transparent
-from orchestrator.data.report import PackingReport, Pixels, choose_shown
-from orchestrator.data.samples import Execute, Sample, Source, warn_if_sorted, with_progress
-from orchestrator.data.sources import open_source
 from orchestrator.data.text import TEXT, captions_of, save_tokenizer, tokenizer_of
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.labels import refuse_unlearnt
+from orchestrator.packing.offsets import image_places
+from orchestrator.packing.report import PackingReport, Pixels, choose_shown
+from orchestrator.packing.samples import Execute, Sample, Source, warn_if_sorted, with_progress
 
 ROWS_PER_SHARD = 512  # about 50 MB of ImageNet's JPEGs
 SEQUENCES_PER_SHARD = 1 << 14  # of samples without images

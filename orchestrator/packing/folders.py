@@ -3,24 +3,37 @@
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from orchestrator import storage
-from orchestrator.data.csv_files import LISTS
 from orchestrator.data.images import may_be_image
-from orchestrator.data.labels import name_of
-from orchestrator.data.listing import files_below, is_hidden, read_files
-from orchestrator.data.report import NOT_AN_IMAGE
-from orchestrator.data.samples import Part, Source, tabulated
-from orchestrator.data.splits import resolve, split_named, splits_of_samples
 from orchestrator.data.text import TEXT, captions_in_file
 from orchestrator.errors import UsageError
+from orchestrator.packing.base import SourceConfig
+from orchestrator.packing.csv_files import LISTS
+from orchestrator.packing.labels import name_of
+from orchestrator.packing.listing import files_below, is_hidden, read_files
+from orchestrator.packing.report import NOT_AN_IMAGE
+from orchestrator.packing.samples import Execute, Part, Source, tabulated
+from orchestrator.packing.splits import resolve, split_named, splits_of_samples
 
 SHOWN = 20  # names in a message
 CAPTION_FILE = ".txt"  # beside an image, with its captions
 WAY = "`ignore_split_names` takes such names for those of classes"
 
 Paths = Mapping[str, Sequence[str]]  # the name of an image -> its folders, from the uppermost
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderConfig(SourceConfig):
+    """A folder per class, or train and val of them."""
+
+    kind: Literal["folder"] = "folder"
+
+    def samples(self, execute: Execute) -> Source:
+        return class_folders(self.place, self.val_frac, self.captions, self.ignore_split_names)
 
 
 def class_folders(path: str, val_frac: float, captions: bool, ignore_split_names: bool) -> Source:

@@ -4,22 +4,43 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from orchestrator import storage
-from orchestrator.data.formats import CAPTION_COLUMNS, LABEL_COLUMNS, Columns, first_column, no_column
-from orchestrator.data.labels import listed_labels, read_labels
-from orchestrator.data.samples import Part
-from orchestrator.data.splits import split_column, split_named, splits_of_rows, splits_of_samples
+from orchestrator.data.images import BadImage
+from orchestrator.data.parquet import BY_NAME, CAPTION_COLUMNS, LABEL_COLUMNS, Columns, first_column
 from orchestrator.data.text import TEXT, captions_or_error
 from orchestrator.errors import UsageError
+from orchestrator.packing.base import FilesConfig
+from orchestrator.packing.labels import listed_labels, read_labels
+from orchestrator.packing.listing import read_files
+from orchestrator.packing.parquet import no_column
+from orchestrator.packing.samples import Part
+from orchestrator.packing.splits import split_column, split_named, splits_of_rows, splits_of_samples
 
 LISTS = (".csv", ".tsv", ".jsonl")
 PATH_COLUMNS = ("filepath", "path", "file", "filename", "file_name", "image", "img", "image_path")
 DELIMITERS = ",\t;|"
 EXCEL = re.compile(r"sep=(.)\r?\n")  # a first line that names the delimiter
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsvConfig(FilesConfig):
+    """Lists of images: csv, tsv or jsonl files with a column of paths and one of labels."""
+
+    kind: Literal["csv"] = "csv"
+    extensions: ClassVar[tuple[str, ...]] = LISTS
+
+    columns: Columns = BY_NAME
+
+    def index(self, location: str) -> Part:
+        return index_csv(self.columns, location, captions=self.captions)
+
+    def read(self, images: Sequence[Any]) -> Iterable[bytes | BadImage]:
+        return read_files(images)
 
 
 def index_csv(columns: Columns, location: str, *, captions: bool = False) -> Part:

@@ -10,7 +10,6 @@ from moe.codec import from_dict, to_dict
 from moe.cost import num_params
 from moe.layer import MoEConfig
 from moe.model import ModelConfig
-from moe.models.decoder import BYTES, Decoder, DecoderConfig
 from moe.parallel import build_sharded, build_whole
 from moe.routers import (
     ExpertChoiceConfig,
@@ -23,6 +22,7 @@ from moe.routers import (
 from moe.routers.affinity import SinkhornConfig
 from moe.trace import trace
 from tests.moe.parity import one_rank
+from wings.language.decoder import BYTES, Decoder, DecoderConfig
 
 L, E = 16, 4
 DENSE = DecoderConfig(length=L, width=16, depth=2, heads=2, mlp_dim=32)

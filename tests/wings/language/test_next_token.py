@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moe.layer import MoEConfig
-from moe.models import DecoderConfig
 from moe.overrides import AS_TRAINED
 from moe.routers import MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from orchestrator.checkpoint.card import model_card
@@ -17,17 +16,18 @@ from orchestrator.checkpoint.weights import signature_of
 from orchestrator.codec import override
 from orchestrator.config import FewShotConfig, RunConfig, TrainConfig
 from orchestrator.data.batch import Batch
-from orchestrator.data.packing import digits
-from orchestrator.data.sequences import SEQUENCE
 from orchestrator.errors import UsageError
+from orchestrator.packing.pack import digits
 from orchestrator.runs.metrics_file import Metrics
 from orchestrator.schedules import ConstantConfig
-from orchestrator.tasks import NextTokenConfig
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.fit import fit
 from orchestrator.training.loop import evaluate, train_step
 from orchestrator.training.worker import build_model
 from tests.orchestrator.as_one import Case, check_ranks_train_as_one
+from wings.language.decoder import DecoderConfig
+from wings.language.next_token import NextTokenConfig
+from wings.language.sequences import SEQUENCE
 
 BATCH, L = 8, 12
 ROUTERS: dict[str, RouterConfig | None] = {

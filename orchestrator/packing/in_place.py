@@ -1,22 +1,23 @@
-"""Trains on tar and parquet files of other projects in place, after indexing them."""
+"""Trains on files of other projects in place, after indexing them (`FilesConfig.in_place`)."""
 
 import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from orchestrator import storage
-from orchestrator.data.formats import index_file
 from orchestrator.data.index import IndexedShard, records_of, write_index
-from orchestrator.data.listing import shards_at
 from orchestrator.data.manifest import FORMAT, UNFINISHED, Manifest, Shard, has_manifest, save_manifest
-from orchestrator.data.samples import Execute, Table, warn_if_sorted, with_progress
-from orchestrator.data.splits import splits_of
 from orchestrator.errors import UsageError
+from orchestrator.packing.base import FilesConfig, in_place
+from orchestrator.packing.listing import shards_at
+from orchestrator.packing.samples import Execute, Part, Table, warn_if_sorted, with_progress
+from orchestrator.packing.splits import splits_of
 
 VAL_FRAC = 0.1  # of the samples, if no file is for validation
 SHOWN = 5  # samples left out, in the log
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def index_external_shards(path: str, root: str, *, execute: Execute = map) -> str:
-    """Returns the data set, below `root`, of the tars and parquet files in the folder `path`.
+    """Returns the data set, below `root`, of the files in the folder `path` that can be read in place.
 
     ``train`` and ``val`` are folders in it, or words in the files' names; else a tenth of the samples is for
     validation. A listing that changed gives another data set. `execute` runs the indexing of files.
@@ -37,7 +38,8 @@ def index_external_shards(path: str, root: str, *, execute: Execute = map) -> st
     if storage.size(path) is not None:
         raise UsageError(f"no data set at {path}: it is a file; name the folder of the shards")
     try:
-        folder, sizes = shards_at(path, ".tar", ".parquet")
+        sources = in_place()
+        folder, sizes = shards_at(path, *(end for source in sources for end in source.extensions))
     except UsageError as error:
         raise UsageError(
             f"no data set at {path}: no manifest.json, and {error}; pack one with jobs/pack_shards.py"
@@ -50,7 +52,7 @@ def index_external_shards(path: str, root: str, *, execute: Execute = map) -> st
         log.info("reading %d shards of %s once", len(sizes), folder)
         named, notes = splits_of(sizes, folder)
         splits = {storage.join(folder, name): split for name, split in named.items()}
-        parts = execute(index_file, list(splits))
+        parts = execute(partial(index_file, sources=sources), list(splits))
         parts = with_progress(parts, len(splits), "indexed", lambda part: len(part.keys))
         table = Table(parts, splits, VAL_FRAC)
         for note in notes + table.notes:
@@ -61,6 +63,16 @@ def index_external_shards(path: str, root: str, *, execute: Execute = map) -> st
         save_manifest(data_set, _write(data_set, table))
         log.info("the %d samples of %s are indexed in %s", len(table.labels), path, data_set)
     return data_set
+
+
+def index_file(location: str, sources: Sequence[FilesConfig] = ()) -> Part:
+    """Indexes a file by the source, by default any, that recognises it. Raises as its `index` does."""
+    sources = sources or in_place()
+    source = next((source for source in sources if source.recognises(location)), None)
+    if source is None:
+        known = ", ".join(end for each in sources for end in each.extensions)
+        raise UsageError(f"{location} is none of the files that are read in place: {known}")
+    return source.index(location)
 
 
 def _write(data_set: str, table: Table) -> Manifest:

@@ -14,17 +14,20 @@ https://github.com/Lightning-AI/litdata, 0.2.17 to 0.2.76. A chunk is, by the ve
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
 from orchestrator import storage
-from orchestrator.data.formats import Columns
-from orchestrator.data.record_shards import (
+from orchestrator.data.parquet import BY_NAME, Columns
+from orchestrator.errors import UsageError
+from orchestrator.packing.base import SourceConfig
+from orchestrator.packing.record_shards import (
     PlainRecords,
     RecordColumn,
     RecordShard,
@@ -35,8 +38,7 @@ from orchestrator.data.record_shards import (
     open_records,
     scalar,
 )
-from orchestrator.data.samples import Source
-from orchestrator.errors import UsageError
+from orchestrator.packing.samples import Execute, Source
 
 FRAMED, ARROW, ZSTD = b"LDFZ01\0\0", b"LDARW01\0", b"\x28\xb5\x2f\xfd"
 LOADERS = {  # of chunks that hold no samples of images -> why not
@@ -100,11 +102,26 @@ class ArrowRecords:
         return zip((at + ends[:-1]).tolist(), np.diff(ends).tolist(), strict=True)
 
 
-def litdata_source(path: str, columns: Columns, val_frac: float, **options: Any) -> Source:
-    """Lists the samples of a folder that `optimize` wrote. Columns are the leaves of samples, by their keys
-    or positions: ``image``, ``0``, ``labels.1``. Takes the options of `open_records` and raises as it does.
+@dataclass(frozen=True, kw_only=True)
+class LitDataConfig(SourceConfig):
+    """A folder that LitData's `optimize` wrote, or train and val of them. Columns are the leaves of samples,
+    by their keys or positions: ``image``, ``0``, ``labels.1``.
     """
-    return open_records(path, "LitData", _shards, columns, val_frac, **options)
+
+    kind: Literal["litdata"] = "litdata"
+    columns: Columns = BY_NAME
+
+    def samples(self, execute: Execute) -> Source:
+        return open_records(
+            self.place,
+            "LitData",
+            _shards,
+            self.columns,
+            self.val_frac,
+            captions=self.captions,
+            ignore_split_names=self.ignore_split_names,
+            execute=execute,
+        )
 
 
 def _shards(

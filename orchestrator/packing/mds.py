@@ -7,14 +7,17 @@ shards with their columns; behind a shard's offsets stands its configuration in 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from orchestrator import storage
-from orchestrator.data.formats import Columns
-from orchestrator.data.record_shards import (
+from orchestrator.data.parquet import BY_NAME, Columns
+from orchestrator.errors import UsageError
+from orchestrator.packing.base import SourceConfig
+from orchestrator.packing.record_shards import (
     PlainRecords,
     RecordColumn,
     RecordShard,
@@ -24,8 +27,7 @@ from orchestrator.data.record_shards import (
     open_records,
     scalar,
 )
-from orchestrator.data.samples import Source
-from orchestrator.errors import UsageError
+from orchestrator.packing.samples import Execute, Source
 
 NUMBERS = {"int": "i8", "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8"}
 NUMBERS |= {"uint8": "u1", "uint16": "u2", "uint32": "u4", "uint64": "u8"}
@@ -84,9 +86,24 @@ class MDSShard(NamedTuple):
         return partial(_array, form) if kind == "ndarray" else DECODERS.get(encoding)
 
 
-def mds_source(path: str, columns: Columns, val_frac: float, **options: Any) -> Source:
-    """Lists the samples of a folder that MDSWriter wrote, with the options of `open_records`."""
-    return open_records(path, "MDSWriter", _shards, columns, val_frac, **options)
+@dataclass(frozen=True, kw_only=True)
+class MDSConfig(SourceConfig):
+    """A folder that mosaicml-streaming's MDSWriter wrote, or train and val of them."""
+
+    kind: Literal["mds"] = "mds"
+    columns: Columns = BY_NAME
+
+    def samples(self, execute: Execute) -> Source:
+        return open_records(
+            self.place,
+            "MDSWriter",
+            _shards,
+            self.columns,
+            self.val_frac,
+            captions=self.captions,
+            ignore_split_names=self.ignore_split_names,
+            execute=execute,
+        )
 
 
 def _shards(

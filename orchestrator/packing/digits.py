@@ -2,15 +2,17 @@
 
 import io
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from orchestrator.data.images import encode_png
-from orchestrator.data.samples import Part, Source, tabulated
 from orchestrator.data.text import TEXT, captions_as_field
+from orchestrator.packing.base import SourceConfig
+from orchestrator.packing.samples import Execute, Part, Source, tabulated
 
 CANVAS = 16  # pixels of the side of a cluttered digit
 PIECES, PIECE = 2, 4  # their number in an image, and the pixels of a side
@@ -23,6 +25,39 @@ TEMPLATES = (
     "somebody wrote {}",
 )
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+Captioned = Literal["none", "all", "asked"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsConfig(SourceConfig):
+    kind: Literal["digits"] = "digits"
+    placed: ClassVar[str] = ""
+    captioned: ClassVar[Captioned] = "none"
+
+    def samples(self, execute: Execute) -> Source:
+        return plain_digits(self.val_frac)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsCaptionsConfig(SourceConfig):
+    kind: Literal["digits-captions"] = "digits-captions"
+    placed: ClassVar[str] = ""
+    captioned: ClassVar[Captioned] = "all"
+
+    def samples(self, execute: Execute) -> Source:
+        return plain_digits(self.val_frac, captions=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClutteredDigitsConfig(SourceConfig):
+    kind: Literal["cluttered-digits"] = "cluttered-digits"
+    placed: ClassVar[str] = ""
+    captioned: ClassVar[Captioned] = "none"
+
+    def samples(self, execute: Execute) -> Source:
+        return cluttered_digits(self.val_frac)
 
 
 def plain_digits(val_frac: float, *, captions: bool = False) -> Source:

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from orchestrator.data.images import BadImage
 from orchestrator.data.index import Ints, sample_ids
-from orchestrator.data.labels import class_numbers, notes_on_classes, refuse_unlearnt
 from orchestrator.data.manifest import Shard
-from orchestrator.data.splits import meaning_of
 from orchestrator.errors import UsageError
+from orchestrator.packing.labels import class_numbers, notes_on_classes, refuse_unlearnt
+from orchestrator.packing.splits import meaning_of
 
 ONE_CLASS = "image"  # the class of images without labels
 NEIGHBOURS = 512  # samples whose classes are counted, to find samples sorted by class

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from orchestrator.data.formats import CAPTION_COLUMNS, IMAGE_COLUMNS, KEY_COLUMNS, LABEL_COLUMNS, Columns
+from orchestrator.data.parquet import CAPTION_COLUMNS, IMAGE_COLUMNS, KEY_COLUMNS, LABEL_COLUMNS, Columns
 from orchestrator.errors import UsageError
 
 # Kinds of encodings of MDSWriter and LitData.

@@ -5,19 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe.models import DecoderConfig
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.packing import digits, pack
-from orchestrator.data.samples import Source
-from orchestrator.data.sequences import SEQUENCE, SequenceField, length_of
-from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_order, in_process, open_stream
 from orchestrator.errors import UsageError
-from orchestrator.tasks import NextTokenConfig
+from orchestrator.packing import open_source
+from orchestrator.packing.pack import digits, pack
+from orchestrator.packing.samples import Source
 from orchestrator.training.fit import check_data, decided_by_data
 from tests.orchestrator.data.images import write
+from wings.language.decoder import DecoderConfig
+from wings.language.next_token import NextTokenConfig
+from wings.language.sequences import SEQUENCE, SequenceField, length_of
 
 LETTERS = bytes(range(33, 127)) * 40  # 3,760 bytes
 
@@ -134,7 +134,9 @@ def test_the_length_is_that_of_the_data(tmp_path: Path) -> None:
 
 
 def test_models_and_data_that_do_not_fit(topics: str, digits: str) -> None:
-    with pytest.raises(UsageError, match=r"text without images.*model\.kind=decoder"):
+    with pytest.raises(
+        UsageError, match=r"samples without images, of fields sequence, .*model\.kind, task\.kind"
+    ):
         check_data(RunConfig(data=DataConfig(path=topics)))
     with pytest.raises(UsageError, match="no field 'sequence' of bytes, but image, label"):
         decided_by_data(run_on(digits))

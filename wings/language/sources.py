@@ -8,52 +8,46 @@ sequence may reach over it.
 import pydoc_data.topics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchestrator import storage
-from orchestrator.data.fields import Stored, check_fields
 from orchestrator.data.images import BadImage
-from orchestrator.data.index import record_type, sample_ids
-from orchestrator.data.listing import read_files, shards_at
-from orchestrator.data.manifest import open_manifest
-from orchestrator.data.samples import Sample, Source
-from orchestrator.data.splits import splits_of
+from orchestrator.data.index import sample_ids
 from orchestrator.errors import UsageError
+from orchestrator.packing.base import SourceConfig
+from orchestrator.packing.listing import read_files, shards_at
+from orchestrator.packing.samples import Execute, Sample, Source
+from orchestrator.packing.splits import splits_of
+from wings.language.sequences import LENGTH, SEQUENCE
 
-SEQUENCE = "sequence"  # the field
-LENGTH = 128  # bytes that a model reads of a sequence
 BETWEEN = b"\0"  # texts
 EXTENSIONS = (".txt", ".md", ".rst")  # of the files of a folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceField:
-    """All bytes of each sample, which are `length`, (B, length) uint8; zeros in a slot without a sample."""
+class PythonTopicsConfig(SourceConfig):
+    kind: Literal["python-topics"] = "python-topics"
+    placed: ClassVar[str] = ""
+    captioned: ClassVar[Literal["none", "all", "asked"]] = "none"
 
-    length: int
-    stored: Stored = "bytes"
-
-    def empty(self, count: int) -> NDArray[np.uint8]:
-        return np.zeros((count, self.length), np.uint8)
-
-    def decode(self, value: bytes) -> NDArray[np.uint8]:
-        if len(value) != self.length:
-            raise UsageError(
-                f"a sequence of {len(value)} bytes, and the model reads {self.length - 1} and the one after:"
-                f" set model.length={len(value) - 1}, or pack the text again"
-            )
-        return np.frombuffer(value, np.uint8)
+    def samples(self, execute: Execute) -> Source:
+        return python_topics(self.val_frac)
 
 
-def length_of(data_set: str) -> int:
-    """Returns the bytes of the first sequence of a data set. Raises UsageError if it has none."""
-    fields = open_manifest(data_set).fields
-    check_fields({SEQUENCE: SequenceField(length=0)}, fields, data_set)
-    kind = record_type(open_manifest(data_set).labels, fields)
-    first = storage.read_range(storage.join(data_set, "train.index"), 0, kind.itemsize)
-    return int(np.frombuffer(first.content, kind)[f"{SEQUENCE}.size"][0])
+@dataclass(frozen=True, kw_only=True)
+class TextFilesConfig(SourceConfig):
+    """A text file, the files of a folder, or those that match a pattern, perhaps with ``?length=BYTES``."""
+
+    kind: Literal["text"] = "text"
+    captioned: ClassVar[Literal["none", "all", "asked"]] = "none"
+
+    def location(self) -> str | None:
+        return storage.absolute(self.place.partition("?")[0]).rstrip("/")
+
+    def samples(self, execute: Execute) -> Source:
+        return text_files(self.place, self.val_frac, self.ignore_split_names)
 
 
 def python_topics(val_frac: float) -> Source:

@@ -24,16 +24,16 @@ import pyarrow as pa
 from PIL import Image
 
 from orchestrator import storage
-from orchestrator.data.formats import Columns
 from orchestrator.data.images import BadImage
-from orchestrator.data.labels import listed_labels, read_labels
-from orchestrator.data.listing import READERS, files_below
 from orchestrator.data.manifest import Shard
-from orchestrator.data.record_columns import ARRAYS, encoding_kind, roles_of, unread
-from orchestrator.data.samples import Execute, Part, Source, tabulated
-from orchestrator.data.splits import splits_of, splits_of_samples
+from orchestrator.data.parquet import Columns
 from orchestrator.data.text import TEXT, captions_as_field
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.packing.labels import listed_labels, read_labels
+from orchestrator.packing.listing import READERS, files_below
+from orchestrator.packing.record_columns import ARRAYS, encoding_kind, roles_of, unread
+from orchestrator.packing.samples import Execute, Part, Source, tabulated
+from orchestrator.packing.splits import splits_of, splits_of_samples
 
 INDEX = "index.json"
 # Pillow's modes that PNG has too, and modes that become RGB.
