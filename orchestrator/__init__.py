@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ScaleConfig,
         TrainConfig,
     )
+    from orchestrator.costs import Cost
     from orchestrator.data.batch import Batch, normalize
     from orchestrator.data.images import Transform, encode_png
     from orchestrator.data.packing import digits
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     )
     from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.driver import SweepOptions, run_sweep, train
+    from orchestrator.sweeps.queue import Job, Policy, TrialState
     from orchestrator.sweeps.run import Watch
     from orchestrator.sweeps.scales import Scale
     from orchestrator.sweeps.scheduler import FrontierScheduler
@@ -69,6 +71,7 @@ __all__ = [
     "ClassificationConfig",
     "ConstantConfig",
     "CosineConfig",
+    "Cost",
     "DataConfig",
     "DeitConfig",
     "EMAConfig",
@@ -78,11 +81,13 @@ __all__ = [
     "Frontier",
     "FrontierScheduler",
     "Heads",
+    "Job",
     "LambConfig",
     "LinearConfig",
     "OptimizerConfig",
     "OptunaSearch",
     "Point",
+    "Policy",
     "Projection",
     "Result",
     "RsqrtConfig",
@@ -101,6 +106,7 @@ __all__ = [
     "TrackerConfig",
     "TrainConfig",
     "Transform",
+    "TrialState",
     "Trunk",
     "Tuning",
     "UsageError",
@@ -128,6 +134,7 @@ _NAMES = {  # module -> what it defines
         "ScaleConfig",
         "TrainConfig",
     ),
+    "costs": ("Cost",),
     "data.batch": ("Batch", "normalize"),
     "data.images": ("Transform", "encode_png"),
     "data.packing": ("digits",),
@@ -149,6 +156,7 @@ _NAMES = {  # module -> what it defines
     ),
     "sweeps.budget": ("Budget",),
     "sweeps.driver": ("SweepOptions", "run_sweep", "train"),
+    "sweeps.queue": ("Job", "Policy", "TrialState"),
     "sweeps.run": ("Watch",),
     "sweeps.scales": ("Scale",),
     "sweeps.scheduler": ("FrontierScheduler",),

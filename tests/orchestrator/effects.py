@@ -32,6 +32,7 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.weights import signature_of_run
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.costs import computed
 from orchestrator.data import augment
 from orchestrator.data.batch import Batch
 from orchestrator.data.packing import Sample, write_shards
@@ -43,7 +44,6 @@ from orchestrator.training import worker as worker_module
 from orchestrator.training.dry_run import fake_ranks
 from orchestrator.training.loop import evaluate, train_step
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.progress import costs
 from orchestrator.training.resources import run_resources
 from orchestrator.training.run_directory import RunDir, acquire_run_dir
 from orchestrator.training.worker import Worker, build_model, train_worker
@@ -134,7 +134,7 @@ def planned(run: RunConfig) -> dict[str, Any]:
     """Costs, memory, traffic and disk, as computed from the config."""
     links = estimate.layout(run, run.ep())
     return {
-        "costs": costs(run, run.train.steps),
+        "costs": computed(run, run.train.steps),
         "memory": dict(links.memory),
         "traffic": {name: tuple(sent.__dict__.values()) for name, sent in links.traffic.items()},
         "disk": (estimate.checkpoint_bytes(run), estimate.checkpoints_kept(run)),
