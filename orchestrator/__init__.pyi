@@ -8,6 +8,7 @@ from .config import (
     ScaleConfig as ScaleConfig,
     TrainConfig as TrainConfig,
 )
+from .costs import Cost as Cost
 from .data.augment import (
     AugmentationConfig as AugmentationConfig,
     ColorJitterConfig as ColorJitterConfig,
@@ -50,6 +51,7 @@ from .schedules import (
 )
 from .sweeps.budget import Budget as Budget
 from .sweeps.driver import SweepOptions as SweepOptions, run_sweep as run_sweep
+from .sweeps.queue import Job as Job, Policy as Policy, TrialState as TrialState
 from .sweeps.run import Watch as Watch
 from .sweeps.scales import Scale as Scale
 from .sweeps.scheduler import FrontierScheduler as FrontierScheduler

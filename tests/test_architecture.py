@@ -17,8 +17,8 @@ def read(table: str) -> dict[str, set[str]]:
     return {name: {*names.split()} for name, _, names in rows}
 
 
-# Package or module: what of ours it may import; the longest match decides. orchestrator imports its
-# public API and frontier.points the model, for type checkers alone.
+# Package or module: what of ours it may import; the longest match decides. orchestrator imports its public
+# API, frontier.points the model, and costs the config, for type checkers alone.
 ALLOWED = read("""
 moe: moe
 moe.init:
@@ -48,8 +48,10 @@ moe.models: moe.batch_norm moe.config moe.cost moe.dense moe.encoder moe.init mo
     moe.overrides moe.routing moe.tokenizers
 moe.cost: moe.experts moe.model moe.overrides moe.trace
 orchestrator: orchestrator
-orchestrator.config: moe orchestrator.data.augment orchestrator.names orchestrator.optimizers
-    orchestrator.plugins orchestrator.schedules orchestrator.storage orchestrator.tasks
+orchestrator.costs: moe.config moe.cost moe.model orchestrator.checkpoint.models orchestrator.config
+orchestrator.config: moe orchestrator.costs orchestrator.data.augment orchestrator.names
+    orchestrator.optimizers orchestrator.plugins orchestrator.schedules orchestrator.storage
+    orchestrator.tasks
 orchestrator.names:
 orchestrator.output:
 orchestrator.optimizers: moe.config moe.experts moe.model moe.parallel orchestrator.optimizers
@@ -67,7 +69,7 @@ orchestrator.stores: orchestrator.credentials
 orchestrator.credentials:
 orchestrator.threads: moe.cost moe.model
 orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoint.weights
-    orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.output
+    orchestrator.codec orchestrator.config orchestrator.costs orchestrator.data.images orchestrator.output
     orchestrator.records orchestrator.runs orchestrator.storage orchestrator.tasks orchestrator.tracking
 orchestrator.tracking.served: moe.exported moe.signature orchestrator.data.batch orchestrator.data.images
     orchestrator.data.preparation
@@ -94,25 +96,26 @@ orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestr
     orchestrator.data orchestrator.names orchestrator.plugins orchestrator.records orchestrator.storage
     orchestrator.tasks orchestrator.threads
 orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
-    orchestrator.config_file orchestrator.data orchestrator.output orchestrator.plugins orchestrator.records
-    orchestrator.runs orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training
-orchestrator.training.train: orchestrator.config orchestrator.data orchestrator.estimate orchestrator.runs
-    orchestrator.storage orchestrator.tracking orchestrator.training
+    orchestrator.config_file orchestrator.costs orchestrator.data orchestrator.output orchestrator.plugins
+    orchestrator.records orchestrator.runs orchestrator.storage orchestrator.tasks orchestrator.threads
+    orchestrator.training
+orchestrator.training.train: orchestrator.config orchestrator.data orchestrator.estimate
+    orchestrator.packing orchestrator.runs orchestrator.storage orchestrator.tracking orchestrator.training
 orchestrator.training.console: orchestrator.config orchestrator.frontier.points orchestrator.output
     orchestrator.runs
 orchestrator.runs: moe.model orchestrator.checkpoint orchestrator.codec orchestrator.config
-    orchestrator.config_file orchestrator.data orchestrator.plugins orchestrator.records orchestrator.runs orchestrator.storage
-    orchestrator.upgrade
+    orchestrator.config_file orchestrator.data orchestrator.plugins orchestrator.records orchestrator.runs
+    orchestrator.storage orchestrator.upgrade
 orchestrator.runs.notice:
 orchestrator.estimate: moe orchestrator.checkpoint.manifest orchestrator.config
 orchestrator.training.cleaner:
 orchestrator.training.heartbeat:
-orchestrator.frontier: orchestrator.frontier
+orchestrator.frontier: orchestrator.costs orchestrator.frontier
 orchestrator.frontier.pareto:
 orchestrator.frontier.points: moe.model orchestrator.frontier.pareto
 orchestrator.frontier.paired: orchestrator.frontier.points
 orchestrator.frontier.claims: orchestrator.frontier.paired orchestrator.frontier.points
-orchestrator.frontier.figure: orchestrator.frontier.points
+orchestrator.frontier.figure: orchestrator.costs orchestrator.frontier.points orchestrator.guests
 orchestrator.frontier.drawing: orchestrator.frontier.figure
 orchestrator.frontier.published: moe.guests orchestrator.frontier
 orchestrator.sweeps: moe orchestrator

@@ -17,7 +17,9 @@ import pynvml
 import ray
 import torch
 
+from moe.config import did_you_mean
 from orchestrator import storage
+from orchestrator.costs import known_costs
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.estimate import GIB, layout, memory_problem
@@ -28,17 +30,9 @@ from orchestrator.planning.machines import check_machines
 from orchestrator.sweeps.sweep import Sweep, Trial, settings
 from orchestrator.tracking.store import Tracking
 from orchestrator.training.fit import check_data, check_start
+from orchestrator.training.metrics import METRICS, MORE_IS_BETTER
 from orchestrator.training.resources import check_resources, most_resources, node_name, on_every_node
 
-COSTS = (
-    "cost/train_flops_6mac",
-    "cost/marginal_train_flops_6mac",
-    "cost/device_s",
-    "cost/marginal_device_s",
-    "cost/forward_gflops_2mac",
-    "cost/params",
-    "perf/ms_per_image",
-)
 SOURCES = Path(__file__).parents[2]
 SAME_VERSIONS = (
     "Install the same versions on every node: pip install --constraint constraints.txt --editable .;"
@@ -131,12 +125,20 @@ def check_sweep(sweep: Sweep, *, verify: bool = False) -> None:
 
 
 def check_metrics(sweep: Sweep) -> None:
-    """Raises UsageError for a quality or a cost that no trial will report."""
-    fewshot = sweep.base.train.fewshot
-    qualities = (*sweep.base.task.qualities, *(fewshot.metrics() if fewshot else ()))
-    for name, metric, known in (("quality", sweep.quality, qualities), ("cost", sweep.cost, COSTS)):
-        if metric not in known:
-            raise UsageError(f"{name}={metric!r} of a sweep is none of {', '.join(known)}")
+    """Raises UsageError for a quality or a cost that no trial will report, or a cost of which more is better.
+    A cost is a `Cost`, or any metric of the runs.
+    """
+    task, fewshot, costs = sweep.base.task, sweep.base.train.fewshot, known_costs()
+    qualities = (*task.qualities, *(fewshot.metrics() if fewshot else ()))
+    if sweep.quality not in qualities:
+        raise UsageError(f"quality={sweep.quality!r} of a sweep is none of {', '.join(qualities)}")
+    if sweep.cost in (*qualities, *MORE_IS_BETTER):
+        raise UsageError(f"cost={sweep.cost!r} of a sweep is to be minimised, and more of it is better")
+    if sweep.cost not in (*costs, *METRICS, *task.described):
+        near = did_you_mean(sweep.cost, [*costs, *METRICS, *task.described])
+        raise UsageError(
+            f"cost={sweep.cost!r} of a sweep is none of {', '.join(costs)}, and no metric of its runs{near}"
+        )
 
 
 def check_claims(sweep: Sweep) -> dict[str, int]:

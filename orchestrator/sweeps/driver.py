@@ -15,17 +15,20 @@ from ray.train import TrainingFailedError
 
 from moe.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
 from orchestrator import storage
+from orchestrator.checkpoint.models import read_model
 from orchestrator.codec import changed_fields, differences, flat, override, read_config, to_dict
 from orchestrator.config import RunConfig
+from orchestrator.costs import Cost, computed, cost_of, known_costs
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import BudgetExhausted, UsageError, reason_of
+from orchestrator.estimate import branch_step
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
 from orchestrator.planning.findings import require
 from orchestrator.planning.preflight import preflight
 from orchestrator.plugins import check_loaded, save_plugins
 from orchestrator.runs.contents import contents_of, moved
-from orchestrator.runs.measurements import made_by
+from orchestrator.runs.measurements import made_by, measurements, write_measurement
 from orchestrator.runs.metrics_file import Metrics
 from orchestrator.runs.run_directory import (
     DATA,
@@ -52,7 +55,6 @@ from orchestrator.tracking.sync import Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.cluster import connect
 from orchestrator.training.fit import fit
-from orchestrator.training.progress import costs
 from orchestrator.training.resources import check_resources
 from orchestrator.training.train import Mode, recording_errors, with_data, working_in
 
@@ -114,6 +116,8 @@ def run_sweep(
     with trained_trials(sweep, options, progress=progress, store=store) as run:
         if run.trials_left() and not any(s.reached or s.outcome for s in run.queue.states.values()):
             raise BudgetExhausted("the budget does not hold a single trial: give a larger one")
+        for cost in (each for each in known_costs().values() if each.measured and not run.trials_left()):
+            measure_costs([state.trial for state in run.queue.states.values()], cost)
         frontier = publish(directory)
         for point in knee_points(frontier.points, 0 if run.trials_left() else options.retrain):
             _retrain(run, point.arm)
@@ -138,7 +142,11 @@ def trained_trials(
         raise UsageError("the sweep has no arms: name at least one in arms={..}, or give options.search")
     if options.search and sweep.space is None:
         raise UsageError(f"the sweep {sweep.base.name} has no space to search: give it one, or name arms")
-    sweep = sweep.based_on(with_data(sweep.base))
+    sweep = with_counted_cost(sweep.based_on(with_data(sweep.base)))
+    if options.search and (cost := cost_of(sweep.cost)) and cost.measured:
+        raise UsageError(
+            f"{sweep.cost} is measured when all trials have ended: a search cannot learn from it"
+        )
 
     def open_mine() -> Tracking:
         return store or open_store(sweep.base.storage)
@@ -168,6 +176,26 @@ def trained_trials(
             finally:
                 budget.leave()
                 SweepDir(directory).update(lambda was: {"status": status})
+
+
+def with_counted_cost(sweep: Sweep) -> Sweep:
+    """Returns the sweep whose runs count its cost, if that is counted."""
+    cost, costs = cost_of(sweep.cost), sweep.base.train.costs
+    if cost is None or not cost.counted or sweep.cost in costs:
+        return sweep
+    return sweep.based_on(override(sweep.base, {"train.costs": [*costs, sweep.cost]}))
+
+
+def measure_costs(trials: Iterable[Trial], cost: Cost) -> None:
+    """Measures a cost of all finished trials, and writes it to their directories, unless all have it."""
+    runs = [RunDir.of(trial.run) for trial in trials if trial.role == "trial"]
+    runs = [run for run in runs if (end := run.result()) and end.status == "finished"]
+    known = [any(cost.kind in each.metrics for each in measurements(run.path)) for run in runs]
+    if all(known):
+        return
+    found = cost.of_models([read_model(run.checkpoints) for run in runs])
+    for run, value in zip(runs, found or (), strict=True):
+        write_measurement(run.path, {cost.kind: value})
 
 
 def make_search(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSearch:
@@ -270,11 +298,12 @@ def _fixed(record: SweepRecord, arms: Iterable[str]) -> dict[str, Any]:
 
 
 def _highest_costs(runs: Iterable[RunConfig]) -> dict[str, float]:
-    """The highest of each computed cost."""
-    found = dict[str, float]()
+    """The highest of each computed cost that a page draws."""
+    found, drawn = dict[str, float](), known_costs()
     for run in runs:
-        for name, cost in costs(run, run.train.steps).items():
-            found[name] = max(found.get(name, 0.0), cost)
+        for name, cost in computed(run, run.train.steps, trunk=branch_step(run)).items():
+            if drawn[name].drawn:
+                found[name] = max(found.get(name, 0.0), cost)
     return found
 
 

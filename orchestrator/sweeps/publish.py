@@ -17,7 +17,7 @@ from orchestrator.runs.measurements import table
 from orchestrator.runs.run_directory import kind_of
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.sweeps.build import TrialRecord, say_raised, sweep_frontier
-from orchestrator.sweeps.operating import PICTURES
+from orchestrator.sweeps.operating import picture
 from orchestrator.tracking.base import update_now
 from orchestrator.tracking.registry import BEST, CONFIRMED, FAST, KNEE
 from orchestrator.tracking.store import Tracking
@@ -42,7 +42,7 @@ def write_files(frontier: Frontier, folder: str) -> list[str]:
         page.write_text(frontier_page(frontier), encoding="utf-8")
         frontier.save_picture(*pictures)
         for cost in operating_costs(frontier):
-            pictures.append(Path(temporary, PICTURES[cost]))
+            pictures.append(Path(temporary, picture(cost)))
             frontier.at_cost(cost).save_picture(pictures[-1])
         for file in (page, *pictures):
             storage.write_bytes(storage.join(folder, file.name), file.read_bytes())

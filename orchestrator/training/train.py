@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from orchestrator import storage
 from orchestrator.config import RunConfig
-from orchestrator.data.packing import digits
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.estimate import resolve_auto
+from orchestrator.packing.pack import digits
 from orchestrator.runs import notice
 from orchestrator.runs.lock import locked, wait_for_report
 from orchestrator.runs.measurements import made_by

@@ -32,6 +32,7 @@ from orchestrator import estimate
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.costs import computed
 from orchestrator.data.augment.base import at, draw
 from orchestrator.data.batch import Batch
 from orchestrator.data.stream import fetches_whole_shards, in_process, open_stream
@@ -42,7 +43,6 @@ from orchestrator.runs.run_directory import RunDir, acquire_run_dir
 from orchestrator.training import fit, launch, loop, worker as worker_module
 from orchestrator.training.dry_run import fake_ranks
 from orchestrator.training.loop import evaluate, train_step
-from orchestrator.training.progress import costs
 from orchestrator.training.resources import run_resources
 from orchestrator.training.worker import Worker, build_model, train_worker
 from tests.parts import png, poison_memory
@@ -131,7 +131,7 @@ def planned(run: RunConfig) -> dict[str, Any]:
     """Costs, memory, traffic and disk, as computed from the config."""
     links = estimate.layout(run, run.ep())
     return {
-        "costs": costs(run, run.train.steps),
+        "costs": computed(run, run.train.steps),
         "memory": dict(links.memory),
         "traffic": {name: tuple(sent.__dict__.values()) for name, sent in links.traffic.items()},
         "disk": (estimate.checkpoint_bytes(run), estimate.checkpoints_kept(run)),
