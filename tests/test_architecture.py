@@ -115,7 +115,7 @@ orchestrator.frontier.pareto:
 orchestrator.frontier.points: moe.model orchestrator.frontier.pareto
 orchestrator.frontier.paired: orchestrator.frontier.points
 orchestrator.frontier.claims: orchestrator.frontier.paired orchestrator.frontier.points
-orchestrator.frontier.figure: orchestrator.costs orchestrator.frontier.points orchestrator.guests
+orchestrator.frontier.figure: moe.guests orchestrator.costs orchestrator.frontier.points
 orchestrator.frontier.drawing: orchestrator.frontier.figure
 orchestrator.frontier.published: moe.guests orchestrator.frontier
 orchestrator.sweeps: moe orchestrator

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from moe.guests import offered
 from orchestrator.costs import TIMES, cost_of
 from orchestrator.frontier.points import IN_BITS, UNKNOWN, Point, as_shown, front_points, quartiles
-from orchestrator.guests import from_papers
 
 Json = dict[str, Any]
 
@@ -52,7 +52,7 @@ _FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "si
 _AXIS = {"zeroline": False, "showline": True, "ticks": "outside", "ticklen": 5, "automargin": True}
 _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 _SPLITS = {"train": "Training", "val": "Validation"}
-_PRINTED: Mapping[str, str] = from_papers(":TITLES", {})  # titles of metrics that papers print
+_PRINTED: Mapping[str, str] = offered("TITLES")  # titles of metrics that papers print
 
 
 class FamilyStyle(NamedTuple):

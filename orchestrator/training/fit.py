@@ -80,7 +80,7 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
     if run.model.image_side() and not has_images(run.data.path, manifest.labels, manifest.fields):
         raise UsageError(
             f"{run.data.path} holds samples without images, of fields {', '.join(manifest.fields)}, and a"
-            f" model of kind {run.model.kind!r} reads images: choose a model and a task that read these fields"
+            f" model of kind {run.model.kind!r} reads images: choose a model and a task that read them"
             " (model.kind, task.kind)"
         )
     check_fields(run.task.fields(run.model), manifest.fields, run.data.path)
