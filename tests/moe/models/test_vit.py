@@ -196,7 +196,6 @@ def test_padding_images_change_nothing(router):
     )
 
 
-FAST = (SoftConfig(), ["overrides"])
 SLOW = [
     None,
     *KINDS,
@@ -206,7 +205,10 @@ SLOW = [
 
 @pytest.mark.parametrize(
     ("router", "calls"),
-    mostly_slow([FAST, *((r, ["plain", "keys", "overrides", "plain"]) for r in SLOW)], fast=[FAST]),
+    [
+        pytest.param(SoftConfig(), ["overrides"], marks=pytest.mark.smoke),
+        *mostly_slow([(r, ["plain", "keys", "overrides", "plain"]) for r in SLOW], fast=[]),
+    ],
     ids=lambda value: "" if isinstance(value, list) else value.kind if value else "dense",
 )
 def test_compiles_as_one_graph(router, calls):

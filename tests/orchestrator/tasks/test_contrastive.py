@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from orchestrator.schedules import ConstantConfig
 from orchestrator.tasks.contrastive import ContrastiveConfig, Pairs, chance_loss, pair_losses
 from orchestrator.training.loop import train_step
 from orchestrator.training.worker import build_model
+from tests.lanes import mostly_smoke
 from tests.moe.parity import default_dtype
 from tests.moe.test_graphed import OnDevice
 from tests.orchestrator.as_one import Case, check_ranks_train_as_one
@@ -126,9 +128,18 @@ def test_a_loss_waits_for_nothing(loss: Any) -> None:
     assert all(value.is_cuda for value in (share, *metrics.values()))
 
 
-@pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("loss", "router", "frozen"),
+    mostly_smoke(
+        product(["softmax", "sigmoid"], ROUTERS, FROZEN),
+        fast=[
+            ("softmax", "dense", "frozen"),
+            ("softmax", "token_choice", "trained"),
+            ("sigmoid", "soft", "frozen"),
+            ("sigmoid", "token_choice", "trained"),
+        ],
+    ),
+)
 def test_microbatches_have_the_gradients_of_the_whole(router: str, loss: str, frozen: str) -> None:
     found = []
     with default_dtype(torch.float64):
@@ -151,28 +162,38 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_workers_train_as_one(workers: int, tmp_path: Path) -> None:
-    runs = {
-        "dense, softmax": small_run("dense", loss="softmax"),
-        "soft, sigmoid, frozen": small_run("soft", ("image.",), loss="sigmoid"),
-        "token choice, softmax": small_run("token_choice", loss="softmax"),
-        "token choice, sigmoid, equal": small_run("token_choice", loss="sigmoid", equal_captions="match"),
-    }
+RUNS = {
+    "dense, softmax": small_run("dense", loss="softmax"),
+    "soft, sigmoid, frozen": small_run("soft", ("image.",), loss="sigmoid"),
+    "token choice, softmax": small_run("token_choice", loss="softmax"),
+    "token choice, sigmoid, equal": small_run("token_choice", loss="sigmoid", equal_captions="match"),
+}
+FAST = {"token choice, softmax": LAYOUTS[2][1:]}
+
+
+@pytest.mark.parametrize(
+    ("workers", "layouts"),
+    [
+        pytest.param(2, FAST, id="2"),
+        pytest.param(2, dict.fromkeys(RUNS, LAYOUTS[2]), id="2, all", marks=pytest.mark.smoke),
+        pytest.param(4, dict.fromkeys(RUNS, LAYOUTS[4]), id="4", marks=pytest.mark.slow),
+    ],
+)
+def test_workers_train_as_one(workers: int, layouts: dict[str, Any], tmp_path: Path) -> None:
     compared = dict.fromkeys(("loss", "grad_norm", "scale", "text_acc1"), 1e-12)
     compared = {f"train/{name}": error for name, error in compared.items()}
     # The scores of an evaluation are summed in float32.
-    compared |= {name: 1e-6 for name in runs["dense, softmax"].task.described if name.startswith("val/")}
+    compared |= {name: 1e-6 for name in RUNS["dense, softmax"].task.described if name.startswith("val/")}
     cases = {
         name: Case(
-            run=override(run, {"task.classes": ("zero", "one", "two", "three")}),
-            layouts=LAYOUTS[workers],
+            run=override(RUNS[name], {"task.classes": ("zero", "one", "two", "three")}),
+            layouts=spread,
             batch=random_batch,
             compared=compared,
             padded=5,
             dtype=torch.float64,
         )
-        for name, run in runs.items()
+        for name, spread in layouts.items()
     }
     check_ranks_train_as_one(cases, tmp_path, workers)
 

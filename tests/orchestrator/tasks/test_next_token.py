@@ -82,6 +82,7 @@ def test_bits_are_those_of_a_loop() -> None:
     assert guess["likelihood"] == pytest.approx(task.chance(small_run().model))
 
 
+@pytest.mark.smoke
 def test_two_workers_train_as_one(tmp_path: Path) -> None:
     compared = dict.fromkeys(("train/loss", "train/bits_per_byte", "val/bits_per_byte"), 1e-6)
     cases = {

@@ -28,6 +28,7 @@ from orchestrator.training.average import Average
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
+from tests.lanes import mostly_smoke
 from tests.orchestrator.as_one import train_on_ranks
 from tests.orchestrator.checkpoint.small_runs import ADAFACTOR, SGD
 
@@ -72,7 +73,7 @@ def measured(metrics: Metrics, prefix: str) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_smoke(["float32", "bfloat16"], fast=["bfloat16"]))
 def test_what_is_evaluated_is_what_is_exported(run: RunConfig, dtype: str, digits: str) -> None:
     """Also where a model computes with rounded copies. The run itself goes on as without an average."""
     run = override(run, {"data.path": digits})  # on fewer images the average is too near to the weights
@@ -92,7 +93,12 @@ def test_what_is_evaluated_is_what_is_exported(run: RunConfig, dtype: str, digit
 
 @pytest.mark.parametrize(
     "optimizer",
-    [{}, ADAFACTOR, {"train.optimizer.state_dtype": "bfloat16"}, SGD | {"train.optimizer.momentum": 0}],
+    [
+        pytest.param({}, marks=pytest.mark.smoke),
+        ADAFACTOR,
+        {"train.optimizer.state_dtype": "bfloat16"},
+        pytest.param(SGD | {"train.optimizer.momentum": 0}, marks=pytest.mark.smoke),
+    ],
     ids=["AdamW", "Adafactor", "AdamW in bfloat16", "SGD without momentum"],
 )
 def test_it_goes_on_to_the_bit(run: RunConfig, optimizer: dict[str, Any]) -> None:
@@ -116,8 +122,8 @@ BATCH_NORM = {
         "stem_width": 8,
         "head_dim": 8,
     },
-    "train.steps": 24,
-    "train.eval_every": 24,
+    "train.steps": 12,
+    "train.eval_every": 12,
     "data.batch_size": 64,
 }
 
@@ -130,14 +136,14 @@ def test_an_average_of_batch_norm_has_statistics_of_its_own(
     they are refused."""
     run = override(run, BATCH_NORM)
     reports, plain = trained(run, name="with"), trained(run, name="plain", train__ema=None)
-    assert measured(plain[24], "val/") == measured(reports[24], "val/")
+    assert measured(plain[12], "val/") == measured(reports[12], "val/")
     own, averaged = weights(run, "with"), weights(run, "with", ema=True)
     name = next(name for name in own if name.endswith("variance_C"))
     assert not torch.equal(own[name], averaged[name])
     model = read_model(f"{run.storage}/with.safetensors")
     where = {"path": few_digits, "split": "val", "batch_size": 64, "device": torch.device("cpu")}
     (scores,) = evaluate_at(model.load(), run.task, images_of(model, **where))  # pyright: ignore[reportArgumentType]
-    assert reports[24]["val_ema/loss"] == pytest.approx(scores.metrics()["loss"], rel=1e-5)
+    assert reports[12]["val_ema/loss"] == pytest.approx(scores.metrics()["loss"], rel=1e-5)
     soup = average_of([model, model])
     assert all(torch.allclose(soup[name], averaged[name], rtol=1e-5) for name in averaged)
     gone = replace(model, run=override(model.run, {"data.path": str(tmp_path / "gone")}))

@@ -74,7 +74,7 @@ CASES = {
     },
 }
 DIVERGING = ("loss diverges", "weights overflow")
-FAST = ("sign and shares", "token_choice", "recipe, best three", "weights overflow", "stops early")
+FAST = ("sign and shares", "weights overflow", "stops early")
 COUNTS = [name for name in CASES if name in (*COUNTING, "relu")]
 TIMES = ("perf/", "data/wait_frac", "cost/device_s", "checkpoint/age_s", "resumed/")
 

@@ -25,6 +25,7 @@ from orchestrator.training.average import Average
 from orchestrator.training.dry_run import STEP_PHASES, Collective, Recorder, dry_run, fake_batch
 from orchestrator.training.loop import train_step
 from orchestrator.training.worker import build_model
+from tests.lanes import mostly_smoke
 from tests.moe.parity import spawn
 
 MODEL = {"image_size": 32, "width": 128, "depth": 4, "mlp_dim": 512, "num_classes": 12}
@@ -146,7 +147,10 @@ def test_shares_of_large_experts() -> None:
 ROUTERS, OPTIMIZERS = ([each.kind for each in members(of)] for of in (RouterConfig, OptimizerConfig))
 
 
-@pytest.mark.parametrize(("router", "optimizer"), zip(ROUTERS, cycle(OPTIMIZERS), strict=False))
+@pytest.mark.parametrize(
+    ("router", "optimizer"),
+    mostly_smoke(zip(ROUTERS, cycle(OPTIMIZERS), strict=False), fast=[("token_choice", "adamw")]),
+)
 def test_every_router_and_every_optimizer(router: str, optimizer: str) -> None:
     assert len(ROUTERS) >= len(OPTIMIZERS)
     kinds = {"model.moe.router.kind": router, "train.optimizer.kind": optimizer}
@@ -156,7 +160,7 @@ def test_every_router_and_every_optimizer(router: str, optimizer: str) -> None:
     assert state <= found.optimizer <= state + 500  # counts of updates
 
 
-@pytest.mark.parametrize("sweep", ["lit", "language", "expert_count_cifar"])
+@pytest.mark.parametrize("sweep", mostly_smoke(["lit", "language", "expert_count_cifar"], fast=["language"]))
 def test_other_models_and_tasks(sweep: str) -> None:
     found = dry_run(override(TINY.of(sweep, {}).base, {"scale.workers": 4, "data.batch_size": 64}))
     assert found.peaks.keys() == {*STEP_PHASES}

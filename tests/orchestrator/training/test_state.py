@@ -3,8 +3,7 @@
 import errno
 import fcntl
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -22,25 +21,26 @@ from orchestrator.training.state import directory_state
 from tests.made_directories import begin, begin_sweep, end, run_at
 from tests.orchestrator.buckets import Bucket
 
-HOLDS = """
-import sys, time
-from orchestrator.training.lock import locked
-with locked(sys.argv[1]):
-    print("locked", flush=True)
-    time.sleep(600)
-"""
-
 
 def killed_in(directory: str, *, look: Callable[[], None] = lambda: None) -> int:
     """Kills a process that has locked the directory, after a look; returns its number."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, directory], stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout
-        assert other.stdout.readline() == "locked\n"
+    read, write = os.pipe()
+    if not (other := os.fork()):  # an interpreter would import the library for seconds
+        try:
+            with locked(directory):
+                os.write(write, b"locked")
+                time.sleep(600)
+        finally:
+            os._exit(1)
+    os.close(write)
+    try:
+        with os.fdopen(read, "rb") as said:
+            assert said.read(6) == b"locked"
         look()
-        other.kill()
-    return other.pid
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    return other
 
 
 def test_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:

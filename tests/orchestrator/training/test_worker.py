@@ -99,12 +99,10 @@ def test_a_checkpoint_says_what_was_done(run: RunConfig) -> None:
     assert manifest.config["train"]["steps"] == 24
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("optimizer", "tolerance"),
-    [
-        ({"train.optimizer.state_dtype": "bfloat16"}, 1e-3),
-        pytest.param(ADAFACTOR, 0.1, marks=pytest.mark.smoke),
-    ],
+    [({"train.optimizer.state_dtype": "bfloat16"}, 1e-3), (ADAFACTOR, 0.1)],
     ids=["AdamW", "Adafactor"],
 )
 def test_a_first_moment_in_bfloat16(
