@@ -23,8 +23,7 @@ from orchestrator.tracking.registry import model_name
 from orchestrator.tracking.removal import registered
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import Sync
-from orchestrator.training import lock as lock_file
-from orchestrator.training import metrics_file, notice
+from orchestrator.training import lock as lock_file, metrics_file, notice
 from orchestrator.training.lock import holder_of, locked, move_aside
 from orchestrator.training.measurements import made_by
 from orchestrator.training.run_directory import RunDir, write_json
