@@ -15,7 +15,7 @@ DIGEST = "d" * 64
 BATCH = 8
 
 
-def run_at(folder: Path, name: str, **changes: object) -> RunConfig:
+def run_at(folder: Path | str, name: str, **changes: object) -> RunConfig:
     named = {field.replace("__", "."): value for field, value in changes.items()}
     places = {"storage": str(folder), "name": name, "data.path": "/shards/digits", "data.batch_size": BATCH}
     return override(RunConfig(), {**places, **named})

@@ -288,7 +288,7 @@ class _Lease:
                 self._version = None
                 continue
             # Of this process: an attempt that came late, or whose answer was lost.
-            if json.loads(there).get("holder") != self._holder:
+            if _parsed(there).get("holder") != self._holder:
                 raise InUse(
                     f"another process has taken over {self._directory}, because this one was away for more"
                     f" than {LEASE_S:.0f} s: it stops, and writes nothing there any more"
@@ -307,7 +307,7 @@ class _Lease:
                 content, version = storage.read_with_version(self._path)
             except FileNotFoundError:
                 return None
-            other = json.loads(content)
+            other = _parsed(content)  # empty: of a directory that lay on a disk
             if other.get("holder") in (None, self._holder):
                 return version
             if not seen:

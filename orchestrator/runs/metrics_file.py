@@ -1,11 +1,14 @@
 """Files of JSON lines that grow while a run trains: its reports (`metrics.jsonl`), its log, system metrics.
 
 Object storages cannot append: a file there is a series of numbered segments, metrics-000001.jsonl and so on.
+A directory that was copied from a disk to an object storage goes on with segments, and one that was copied
+back goes on in the last of them: so the order of lines is that of the names, metrics.jsonl first.
 """
 
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -53,11 +56,13 @@ class LineWriter:
         self._uploading = threading.Lock()
         self._flushed_s = time.monotonic()
         self._file = -1
+        files = _files_of(directory, name)
         if not storage.is_local(directory):
-            self._number = len(_segments(directory, name))
+            self._number = len([file for file in files if file != f"{name}.jsonl"])
             return
         storage.make_folder(directory)
-        self._file = os.open(_local_path(directory, name), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        path = storage.join(directory, files[-1] if files else f"{name}.jsonl").removeprefix("file://")
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         with open(self._file, "rb", closefd=False) as file:  # a killed writer may have written half a line
             os.ftruncate(self._file, file.read().rfind(b"\n") + 1)
 
@@ -105,8 +110,7 @@ class LineReader:
 
     def __init__(self, directory: str, name: str) -> None:
         self._directory, self._name = directory, name
-        self._offset = self._lines = 0
-        self._read: set[str] = set()
+        self._read: dict[str, tuple[int, int]] = {}  # file -> bytes, lines
 
     def new(self) -> list[dict[str, Any]]:
         """Returns the complete lines that were added since the last call."""
@@ -114,23 +118,21 @@ class LineReader:
 
     def _new(self) -> list[tuple[str, int, bytes]]:
         """Returns the path of each file with new lines, the number of its first new line, and these lines."""
-        if not storage.is_local(self._directory):
-            names = [n for n in _segments(self._directory, self._name) if n not in self._read]
-            paths = [storage.join(self._directory, name) for name in names]
-            found = [(path, 1, storage.read_bytes(path)) for path in paths]
-            self._read.update(names)
-            return found
-        path = _local_path(self._directory, self._name)
-        try:
-            with open(path, "rb") as file:
-                file.seek(self._offset)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        complete, first = content[: content.rfind(b"\n") + 1], self._lines + 1
-        self._offset += len(complete)
-        self._lines += complete.count(b"\n")
-        return [(path, first, complete)]
+        found = list[tuple[str, int, bytes]]()
+        for name in _files_of(self._directory, self._name):
+            path, (offset, lines) = storage.join(self._directory, name), self._read.get(name, (0, 0))
+            if storage.is_local(path):
+                with storage.open_to_read(path) as file:
+                    file.seek(offset)
+                    content = file.read()
+            elif name in self._read:
+                continue
+            else:
+                content = storage.read_bytes(path)
+            complete = content[: content.rfind(b"\n") + 1]
+            self._read[name] = offset + len(complete), lines + complete.count(b"\n")
+            found.append((path, lines + 1, complete))
+        return found
 
 
 def _records(path: str, first: int, content: bytes) -> list[dict[str, Any]]:
@@ -151,12 +153,10 @@ def _records(path: str, first: int, content: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def _local_path(directory: str, name: str) -> str:
-    return storage.join(directory, f"{name}.jsonl").removeprefix("file://")
-
-
-def _segments(directory: str, name: str) -> list[str]:
-    return [n for n in storage.names(directory) if n.startswith(f"{name}-") and n.endswith(".jsonl")]
+def _files_of(directory: str, name: str) -> list[str]:
+    """Returns the names of the files that hold the lines, in the order of the lines."""
+    names = (n for n in storage.names(directory) if re.fullmatch(rf"{name}(-\d+)?\.jsonl", n))
+    return sorted(names, key=lambda n: (n != f"{name}.jsonl", n))
 
 
 class LogFile(logging.Handler):

@@ -265,6 +265,9 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         same = moved(changes, was.contents | {"data.path": was.data_digest})
         if changes := {name: each for name, each in changes.items() if name not in same}:
             raise_changed(directory, changes, base.data.path)
+        for run in (trial.run for trial in trials) if same else ():
+            if RunDir.of(run).record():
+                start(run)  # also one that has ended: it is evaluated where the data lie now
         now = replace(
             now,
             key=was.key,

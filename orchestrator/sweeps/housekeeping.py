@@ -149,7 +149,11 @@ def _shown(store: Tracking, key: str) -> Iterator[Step]:
 
 
 def _empty(directory: str) -> None:
-    """Deletes the record last: it has the key by which MLflow's part is found. Keeps the lock."""
+    """Deletes the record last: it has the key by which MLflow's part is found. Keeps the lock. Uploads to S3
+    that were never completed cost as much as files, and no list shows them.
+    """
+    with suppress(OSError):  # who may delete may not list uploads
+        storage.abort_uploads(directory)
     names = storage.names(directory)
     for name in [*(n for n in names if n not in (SWEEP, CONFIG, LOCK)), CONFIG, SWEEP]:
         storage.delete(storage.join(directory, name))

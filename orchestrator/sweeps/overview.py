@@ -142,7 +142,7 @@ def _run(directory: str, name: str, files: Mapping[str, int], size: int) -> Entr
         metrics = {"cost/device_s": saved.progress["device_s"]} if saved else {}
     quality = ""
     with suppress(UsageError):  # the task of a plugin that is not loaded
-        quality = read_config(TaskConfig, record["config"]["task"]).quality
+        quality = read_config(TaskConfig, record["config"].get("task", {})).quality
     quality_name, shown = as_shown(quality, metrics[quality]) if quality in metrics else ("", None)
     return Entry(
         name=name,

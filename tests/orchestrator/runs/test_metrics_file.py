@@ -101,6 +101,22 @@ def test_segments_are_uploaded_now_and_then(bucket: Bucket, monkeypatch: pytest.
     assert LineReader(folder, "metrics").new() == [{"n": 1}, {"n": 2}]
 
 
+def test_a_run_that_moves_between_disk_and_bucket_keeps_its_lines(bucket: Bucket, tmp_path: Path) -> None:
+    """In their order, whatever it was moved, and a reader that is there sees what is added."""
+    places = [str(tmp_path / "run"), bucket.uri("run")] * 2
+    for number, place in enumerate(places):
+        if number:
+            for name in storage.files(places[number - 1]):
+                storage.write_bytes(f"{place}/{name}", storage.read_bytes(f"{places[number - 1]}/{name}"))
+        writer, reader = LineWriter(place, "metrics"), LineReader(place, "metrics")
+        assert [row["n"] for row in reader.new()] == [*range(2 * number)]
+        for new in (2 * number, 2 * number + 1):
+            writer.append({"n": new})
+            writer.flush()
+        writer.close()
+        assert [row["n"] for row in reader.new()] == [2 * number, 2 * number + 1]
+
+
 def test_damaged_lines_are_left_out(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     """Half a line that another follows, and the zeros of a power cut: one warning names file and lines."""
     row = b'{"step": %d, "images": 8, "time_s": 0.0, "metrics": {"train/loss": %d}}\n'
