@@ -31,7 +31,7 @@ from torch import Tensor
 
 from bench.harness import options
 from bench.provenance import provenance
-from moe.load import load
+from moe.exported import load
 from moe.model import Model
 from orchestrator.checkpoint.foreign import plan_import, write_import
 from orchestrator.config import DataConfig, FewShotConfig, RunConfig

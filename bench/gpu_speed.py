@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.gpu_checks import ROUTERS as CHECKED
-from bench.gpu_checks import Bench, Case, Row, Rows, TrainStep, allow_tf32
+from bench.gpu_checks import ROUTERS as CHECKED, Bench, Case, Row, Rows, TrainStep, allow_tf32
 from bench.peers import DIM, PEERS, ROUTERS, SLOTS, TOKENS, Layer, build
 from moe import ExpertChoiceConfig, MoEConfig, SoftConfig, ViT, ViTConfig
 from moe.cost import forward_gflops_2mac, num_params, param_shapes, slots_per_token, train_flops_6mac

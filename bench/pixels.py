@@ -21,7 +21,14 @@ from PIL import Image
 from bench.harness import RESULTS, ROOT, options, with_block
 from bench.images import draw as draw_jpeg
 from bench.provenance import provenance
-from orchestrator.data import augment
+from orchestrator.data.augment import (
+    ColorJitterConfig,
+    InceptionConfig,
+    RandAugmentConfig,
+    RandomErasingConfig,
+    ThreeAugmentConfig,
+)
+from orchestrator.data.augment.randaugment import OPERATIONS
 from orchestrator.data.images import Picture, Transform, decode
 
 PAGE = ROOT / "docs/data.md"
@@ -52,7 +59,7 @@ def cpu_ms(call: Callable[[int], Any], some: int = SOME) -> float:
 def decoding() -> dict[str, dict[str, float]]:
     """Measures JPEGs with and without grain: read as in training, without reducing, and by Pillow."""
     found: dict[str, dict[str, float]] = {}
-    transform = Transform(size=224, augment="inception")
+    transform = Transform(size=224, augment=(InceptionConfig(),))
     for side in (450, *SIDES):
         for kind in ("smooth", "grainy"):
             image = jpeg(side, grain=kind == "grainy")
@@ -83,15 +90,15 @@ def operations() -> dict[str, float]:
     image = decode(draw_jpeg(0))[:, :224, :224].contiguous()
     others, blurs = seeds(1), seeds(2)
     calls: dict[str, Callable[[int], Any]] = {
-        "`data.randaugment=2`": lambda number: augment.randaugment(image, 2, 10, Random(number)),
+        "`randaugment`": lambda number: RandAugmentConfig().apply(image, Random(number)),
         **{
             name: lambda number, apply=apply: apply(image, 1.0, Random(number))
-            for name, apply in augment.OPERATIONS.items()
+            for name, apply in OPERATIONS.items()
         },
-        "`data.three_augment=true`: a blur": lambda n: augment.three_augment(image, Random(blurs[n])),
-        "`data.three_augment=true`: solarizing": lambda n: augment.three_augment(image, Random(others[n])),
-        "`data.color_jitter=0.3`": lambda number: augment.color_jitter(image, 0.3, Random(number)),
-        "`data.random_erasing`": lambda number: augment.erase(image, Random(number)),
+        "`three_augment`: a blur": lambda n: ThreeAugmentConfig().apply(image, Random(blurs[n])),
+        "`three_augment`: solarizing": lambda n: ThreeAugmentConfig().apply(image, Random(others[n])),
+        "`color_jitter`": lambda number: ColorJitterConfig().apply(image, Random(number)),
+        "`random_erasing`": lambda number: RandomErasingConfig(fraction=1.0).apply(image, Random(number)),
     }
     return {name: cpu_ms(call) for name, call in calls.items()}
 
@@ -106,10 +113,10 @@ def with_tables(page: str, result: dict[str, Any]) -> str:
     head = "| JPEG | as done | without reducing it |\n|---|--:|--:|"
     rows = [f"| {name} | {shown(row['as done'])} | {shown(row['whole'])} |" for name, row in decoded.items()]
     page = with_block(page, "decoding", "\n".join([head, *rows]))
-    slowest = max(augment.OPERATIONS, key=found.__getitem__)
+    slowest = max(OPERATIONS, key=found.__getitem__)
     rows = [
         f"| {slowest}, the slowest of RandAugment's operations | {shown(found[slowest])} |",
-        *(f"| {name} | {shown(ms)} |" for name, ms in found.items() if name not in augment.OPERATIONS),
+        *(f"| {name} | {shown(ms)} |" for name, ms in found.items() if name not in OPERATIONS),
     ]
     return with_block(page, "operations", "\n".join(["| on 224 x 224 pixels | ms |\n|---|--:|", *rows]))
 

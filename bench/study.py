@@ -3,7 +3,7 @@
   python bench/study.py                  writes the numbers and pictures of docs/study.md
   python bench/study.py --collect DIR    first adds what the sweep's directory has by now
   python bench/study.py --test FILE      first adds what `jobs/evaluate.py --out FILE` measured
-  python bench/study.py --routing DIR    first adds what `jobs/inspect_routing.py --out DIR/TRIAL` measured
+  python bench/study.py --routing DIR    first adds what `inspect-routing --out DIR/TRIAL` measured
 
 docs/study.md has every command, in order. The table is `bench/results/study.json`; that of an earlier study,
 with one learning rate for all arms, `bench/results/study-one-rate.json`. `bench/study_page.py` makes the
@@ -43,12 +43,14 @@ DEIT3 = {
     "model.layer_scale": 1e-4,
     "task.loss": "sigmoid_mean",
     "task.binarised": True,
-    "data.augment": "inception",
-    "data.three_augment": True,
-    "data.color_jitter": 0.3,
+    "data.augment": [
+        "inception",
+        "three_augment",
+        {"kind": "color_jitter", "strength": 0.3},
+        {"kind": "mixup", "alpha": 0.8},
+        {"kind": "cutmix", "alpha": 1.0},
+    ],
     "data.repeats": 3,
-    "data.mixup": 0.8,
-    "data.cutmix": 1.0,
     "train.optimizer.weight_decay": 0.05,
     "train.ema.decay": 0.99,
 }

@@ -36,7 +36,7 @@ PAGE = ROOT / "docs/study.md"
 FORWARD = operating.COSTS[0]
 NOTHING = "Not measured yet."
 PAIRS = (("soft-e16", "soft-e8"), ("lossfree", "lossfree-0"))  # of equal cost, beside the claims
-ROUTING = {  # figure of jobs/inspect_routing.py -> its column
+ROUTING = {  # figure of papers/jobs/inspect_routing.py -> its column
     "acc_lost": "accuracy lost by random routing, points",
     "discarded_frac": "patches no expert sees, %",
     "contribution_ratio": "size of the output, % of the input's",

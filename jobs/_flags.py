@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterable
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -167,10 +168,17 @@ def assignment(text: str) -> tuple[str, Any]:
         raise UsageError(f"{text!r}: write FIELD=VALUE")
     if value == "null" or value.startswith(("[", "{")):
         try:
-            return field, json.loads(value)
+            return field, _json(value)
         except ValueError as error:
             raise UsageError(f"{text!r}: {error}") from None
     return field, value
+
+
+def _json(text: str) -> Any:
+    """Reads JSON, in which words need no quotes if nothing has them."""
+    if '"' not in text:
+        text = re.sub(r"(?<![\w.+-])(?!(?:true|false|null)\b)[A-Za-z_][^\s,:{}\[\]]*", r'"\g<0>"', text)
+    return json.loads(text)
 
 
 def numbers(kind: Callable[[str], T], example: str) -> Callable[[str], tuple[T, ...]]:

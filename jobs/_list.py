@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from jobs._cli import print_table
-from orchestrator.guests import from_papers
+from moe.guests import PACKAGES, guests, offered
 
 FILE = Path(__file__).with_name("listing.json")
 Listed = tuple[list[str], list[list[Any]]]  # columns and rows
@@ -29,13 +29,14 @@ def print_sweeps(scale: str) -> None:
     print_table(*listed["sweeps"][scale], title="sweeps", left=3)
     print_table(*listed["scales"], title="scales, before a sweep's own recipe", left=2)
     print_models()
-    rows = [row[:4] for row in from_papers(".rows:rows", list)()]
-    print_table(("row", "of the papers", "state", "how"), rows, left=4)
+    for name, module in offered("ROWS").items():
+        rows = [row[:4] for row in import_module(module).rows()]
+        print_table(("row", f"of the {name}", "state", "how"), rows, left=4)
 
 
 def _read() -> dict[str, Any]:
-    """Reads the file, which lists the papers' sweeps too; without the papers the lists are computed."""
-    return json.loads(FILE.read_text()) if find_spec("papers") else listing()
+    """Reads the file, which lists what the guests have; where a guest is missing, the lists are computed."""
+    return json.loads(FILE.read_text()) if len(guests()) == len(PACKAGES) else listing()
 
 
 def listing() -> dict[str, Any]:
@@ -69,7 +70,7 @@ def sweeps(scale: str) -> Listed:
 
     rows = []
     for name in SWEEPS:
-        arms = len(make_sweep(name, scale).arms) or "drawn" if SCALES[scale].has(name) else "-"
+        arms = len(make_sweep(name, scale).arms) or "drawn" if SWEEPS[name].runs_at(SCALES[scale]) else "-"
         rows.append([name, what(name), source(name), arms])
     return ["--sweep", "question", "source", f"arms at {scale}"], rows
 
@@ -103,7 +104,7 @@ def source(sweep: str) -> str:
 def description(sweep: str) -> str:
     from orchestrator.sweeps.catalog import SWEEPS
 
-    return inspect.cleandoc(SWEEPS[sweep].__doc__ or "")
+    return inspect.cleandoc(SWEEPS[sweep].make.__doc__ or "")
 
 
 def written() -> str:

@@ -7,10 +7,10 @@ import ray
 from jobs._cli import print_table
 from orchestrator.errors import UsageError
 from orchestrator.frontier.published import published
+from orchestrator.output import duration
 from orchestrator.sweeps.budget import Device
 from orchestrator.sweeps.estimate import Estimate, estimate, memory_problem
 from orchestrator.sweeps.preflight import unfit
-from orchestrator.sweeps.progress import duration
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.sweeps.tuning import Tuned
 

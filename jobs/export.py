@@ -121,7 +121,7 @@ def export(flags: ExportFlags) -> None:
     Raises:
         UsageError: if there is no such checkpoint, or --out exists already or is a folder of other files.
     """
-    from moe.load import WEIGHTS
+    from moe.exported import WEIGHTS
     from orchestrator import storage
     from orchestrator.checkpoint import weights
     from orchestrator.checkpoint.files import SUFFIX
@@ -170,7 +170,7 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
     Raises:
         UsageError: if the format cannot express the model, or --out exists already.
     """
-    from moe.load import WEIGHTS
+    from moe.exported import WEIGHTS
     from orchestrator import storage
     from orchestrator.checkpoint import graphs
     from orchestrator.checkpoint.foreign import foreign_folder
@@ -274,7 +274,7 @@ def print_exported(out: str, weights: str) -> None:
     from safetensors import safe_open
 
     from moe.cost import num_params
-    from moe.load import load
+    from moe.exported import load
     from moe.model import ModelConfig
     from orchestrator import storage
     from orchestrator.codec import read_config

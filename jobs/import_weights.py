@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def import_weights(flags: ImportFlags) -> None:
-    from moe.load import WEIGHTS
+    from moe.exported import WEIGHTS
     from orchestrator import storage
     from orchestrator.checkpoint.files import SUFFIX
     from orchestrator.checkpoint.foreign import plan_import, write_import
@@ -76,7 +76,7 @@ def import_weights(flags: ImportFlags) -> None:
     except UsageError:
         storage.delete_empty_folder(out)
         raise
-    print(f"written to {out}: from moe.load import load; model = load({out!r})")
+    print(f"written to {out}: from moe import load; model = load({out!r})")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from jobs._cli import (
 )
 from jobs._flags import flag, near, numbers, pair, parse, positive
 from jobs.train import RunFlags, print_fields
+from moe.guests import offered
 from orchestrator.errors import UsageError
-from orchestrator.guests import from_papers
 
 if TYPE_CHECKING:
     from orchestrator.frontier.frontier import Frontier
@@ -46,14 +46,9 @@ if TYPE_CHECKING:
     from orchestrator.sweeps.tuning import Tuning
     from orchestrator.tracking.store import Tracking
 
-SWEEPS = (
-    "quickstart",
-    "study",
-    "modern",
-    "upcycle",
-    "language",
-    *from_papers(":SWEEPS", ()),
-)  # of a catalog that takes long to load
+# Of a catalog that takes long to load.
+SWEEPS = ("quickstart", "study", "modern", "upcycle", *offered("SWEEPS"))
+SCALES = ("tiny", "cifar", *offered("SCALES"))
 PLAN_MFU = 0.3
 TRIALS = 20
 PRICES = Path(__file__).with_name("prices.yaml")
@@ -74,17 +69,27 @@ def sweep_name(text: str) -> str:
     return text
 
 
+def scale_name(text: str) -> str:
+    """Reads --scale. Raises UsageError for a scale that does not exist."""
+    if text not in SCALES:
+        hint = near(text, SCALES) or f"; known: {', '.join(SCALES)}"
+        raise UsageError(f"unknown scale {text!r}{hint}")
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class SweepFlags:
     sweep: str = flag(
         "quickstart", f"{', '.join(SWEEPS)}, or a function in a file: my_sweep.py:make", read=sweep_name
     )
-    scale: Literal["tiny", "cifar", "in1k", "deit3", "in21k", "jft", "laion"] = flag(
-        "tiny", "sizes and recipe of the sweep; all but tiny need --data"
+    scale: str = flag(
+        "tiny",
+        f"sizes and recipe of the sweep: {', '.join(SCALES)}; all but tiny need --data",
+        read=scale_name,
     )
-    towers: tuple[str, ...] | None = flag(
+    models: tuple[str, ...] | None = flag(
         None,
-        "trained models whose towers the arms of --sweep lit are: MODEL,MODEL,..",
+        "trained models of which a sweep makes its arms, as --sweep lit does: MODEL,MODEL,..",
         read=numbers(str, "MODEL,MODEL"),
     )
     quality: str | None = flag(
@@ -162,8 +167,7 @@ class SweepFlags:
         """Returns the source of the images that come with the project; empty if the sweep has none."""
         from orchestrator.sweeps.catalog import SCALES
 
-        scale = SCALES[self.scale]
-        return scale.data_of.get(self.sweep, scale.data)
+        return SCALES[self.scale].source(self.sweep)
 
     def has_data(self) -> bool:
         """Returns whether there are images; a plan can do without."""
@@ -193,22 +197,26 @@ class SweepFlags:
     def make(self) -> Sweep:
         """Raises UsageError for flags that the sweep cannot follow."""
         from orchestrator.codec import override
+        from orchestrator.sweeps.catalog import SWEEPS
         from orchestrator.sweeps.sweep import Trunk
-        from orchestrator.sweeps.towers import beside_towers
         from orchestrator.training.fit import decided_by_data
 
         if not self.has_data() and not self.plan:
             raise UsageError(f"--sweep {self.sweep} --scale {self.scale} has no data of its own: give --data")
-        sweep = self.named_sweep()
-        upcycle = self.sweep == "upcycle"
-        if upcycle and not (self.run.init_from or "train.init_from" in self.run.fields() or self.plan):
-            raise UsageError("--sweep upcycle starts from trained weights: give --init-from MODEL")
-        if bool(self.towers) != (self.sweep == "lit") and not self.plan:
-            raise UsageError("--sweep lit trains texts beside trained towers: give --towers MODEL,MODEL")
-        changes = self.run.changes(sweep.base, source=self.source(), model_of_weights=upcycle)
+        sweep, named = self.named_sweep(), SWEEPS.get(self.sweep)
+        from_models, needs_weights = named and named.from_models, bool(named and named.needs_weights)
+        if needs_weights and not (self.run.init_from or "train.init_from" in self.run.fields() or self.plan):
+            raise UsageError(f"--sweep {self.sweep} starts from trained weights: give --init-from MODEL")
+        if from_models and not self.models and not self.plan:
+            raise UsageError(
+                f"--sweep {self.sweep} makes its arms of trained models: give --models MODEL,MODEL"
+            )
+        if self.models and not from_models:
+            raise UsageError(f"--models does nothing here: --sweep {self.sweep} has arms of its own")
+        changes = self.run.changes(sweep.base, source=self.source(), model_of_weights=needs_weights)
         sweep = self.named_sweep(changes)
-        if self.towers:
-            sweep = beside_towers(sweep, models_of(self.towers, self.run.places))
+        if self.models and from_models:
+            sweep = from_models(sweep, models_of(self.models, self.run.places))
         if self.has_data():
             sweep = sweep.based_on(decided_by_data(sweep.base))
         if self.quality:

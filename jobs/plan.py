@@ -27,14 +27,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jobs._cli import command, connect
 from jobs._flags import PLUGIN, assignment, flag, parse
 from jobs.pareto_sweep import SweepFlags
 from jobs.train import preset
+from moe.guests import offered
 from orchestrator.errors import UsageError
-from orchestrator.guests import from_papers
 
 if TYPE_CHECKING:
     from orchestrator.config import RunConfig
@@ -224,10 +225,10 @@ def traffic_table(found: Sequence[Layout]) -> str:
 
 def print_costs(flags: PlanFlags) -> None:
     """Prints what the models cost; exits with 1 if a figure differs from the paper's."""
-    papers = from_papers(".costs", None)
-    if papers is None:
+    modules = [import_module(name) for name in offered("COSTS").values()]
+    if not modules:
         raise UsageError("--cost compares models with those of the papers, and the folder papers is missing")
-    found = [papers.costs(row) for row in papers.rows(flags.model)]
+    found = [module.costs(row) for module in modules for row in module.rows(flags.model)]
     print(json.dumps(found, indent=1) if flags.json else cost_table(found))
     if any(row["within"] is False for row in found):
         raise SystemExit(1)

@@ -192,7 +192,7 @@ def predicted(flags: PredictFlags, missing: list[ImagePart], **settings: Any) ->
 
 def follow(written: Iterator[Table], left: int) -> None:
     """Prints a line about progress every few seconds while parts are written; names the bad images."""
-    from orchestrator.sweeps.progress import duration
+    from orchestrator.output import duration
 
     images, bad = 0, []
     began = printed = time.monotonic()

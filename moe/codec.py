@@ -7,6 +7,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from moe.config import did_you_mean, members
+from moe.guests import join_families
 
 T = TypeVar("T")
 
@@ -16,7 +17,7 @@ NO_VALUE = ("none", "None")  # texts for None, where a field takes no such text
 def to_dict(config: Any) -> Any:
     """Returns plain JSON values; a member of a union carries its ``kind``."""
     if isinstance(config, tuple):
-        return list(config)
+        return [to_dict(entry) for entry in config]
     if not is_dataclass(config):
         return config
     return {name: to_dict(getattr(config, name)) for name in hints_of(type(config))}
@@ -33,14 +34,18 @@ def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
 
 
 def _built(cls: Any, data: Mapping[str, Any], path: str) -> Any:
-    hints, groups = hints_of(cls), _groups_of(cls)
+    hints, (groups, families) = hints_of(cls), _groups_of(cls)
     if unknown := sorted(data.keys() - hints.keys()):
         raise ValueError(
             f"unknown field {path}{unknown[0]}; {path.rstrip('.') or 'the config'} has: {', '.join(hints)}"
             f"{did_you_mean(unknown[0], hints)}"
         )
     values = {
-        name: _group(hints[name], value, f"{path}{name}") if name in groups else _value(hints[name], value)
+        name: _group(hints[name], value, f"{path}{name}")
+        if name in groups
+        else _tuple(hints[name], value, f"{path}{name}")
+        if name in families
+        else _value(hints[name], value)
         for name, value in data.items()
     }
     try:
@@ -61,6 +66,45 @@ def dataclasses_of(hint: Any) -> list[Any]:
     return [member for member in members(hint) if is_dataclass(member)]
 
 
+def entries_of(hint: Any) -> list[Any]:
+    """Returns the configs of which a field holds a tuple."""
+    return dataclasses_of(get_args(hint)[0]) if get_origin(hint) is tuple else []
+
+
+def by_kind(hint: Any, value: Any, path: str) -> dict[str, Any]:
+    """Returns the entries of a tuple of configs, in order: kind -> fields.
+
+    They may be written as kinds with commas between them, ``none``, a list of kinds and of groups of fields
+    with their kind, or a group for each kind, of which a group that is none is left out.
+    """
+    if value is None or value in NO_VALUE:
+        value = ()
+    elif isinstance(value, str):
+        value = [word.strip() for word in value.split(",")]
+    elif isinstance(value, Mapping):
+        groups = [(kind, fields) for kind, fields in value.items() if fields not in (None, *NO_VALUE)]
+        value = [value] if "kind" in value else [_named(kind, fields, path) for kind, fields in groups]
+    found: dict[str, Any] = {}
+    for entry in value if isinstance(value, list | tuple) else [value]:
+        fields = _named(entry, {}, path) if isinstance(entry, str) else entry
+        if not isinstance(fields, Mapping) or "kind" not in fields:
+            known = ", ".join(sorted(_by_kind(tuple(entries_of(hint)))))
+            raise ValueError(f"{path} has {entry!r}: write a name, or fields with a kind; known: {known}")
+        member_of(get_args(hint)[0], fields, path)
+        if fields["kind"] in found:
+            raise ValueError(f"{path} has {fields['kind']} more than once")
+        found[fields["kind"]] = {name: value for name, value in fields.items() if name != "kind"}
+    return found
+
+
+def _named(kind: str, fields: Any, path: str) -> dict[str, Any]:
+    if not isinstance(fields, Mapping):
+        raise ValueError(
+            f"{path}.{kind} is a group of fields, not a value; got {fields!r}; {{}} has its defaults"
+        )
+    return {"kind": kind, **fields}
+
+
 def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:
     """Returns the config class that `value` describes: the one of its kind, or the field's first."""
     choices = dataclasses_of(hint)
@@ -70,6 +114,9 @@ def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:
     if not by_kind or "kind" not in value:
         return choices[0]
     # A list, because a value from JSON may have no hash.
+    if value["kind"] not in [*by_kind]:
+        join_families()
+        by_kind = _by_kind(tuple(dataclasses_of(hint)))
     if value["kind"] not in [*by_kind]:
         raise ValueError(
             f"unknown {path}.kind {value['kind']!r}; known: {', '.join(sorted(by_kind))}"
@@ -85,9 +132,15 @@ def _by_kind(choices: tuple[Any, ...]) -> dict[str, Any]:
 
 
 @cache
-def _groups_of(cls: type) -> frozenset[str]:
-    """Returns the fields that hold a config and not a value. Families grow, but this stays."""
-    return frozenset(name for name, hint in hints_of(cls).items() if dataclasses_of(hint))
+def _groups_of(cls: type) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the fields that hold a config, and those that hold a tuple of them. Families grow, but this
+    stays.
+    """
+    hints = hints_of(cls).items()
+    return (
+        frozenset(name for name, hint in hints if dataclasses_of(hint)),
+        frozenset(name for name, hint in hints if entries_of(hint)),
+    )
 
 
 def _group(hint: Any, value: Any, path: str) -> Any:
@@ -98,6 +151,14 @@ def _group(hint: Any, value: Any, path: str) -> Any:
         way_out = f"; set {path}.kind to {' or '.join(kinds)}" if kinds else ""
         raise ValueError(f"{path} is a group of fields, not a value; got {value!r}{way_out}")
     return _built(member_of(hint, value, path), value, f"{path}.")
+
+
+def _tuple(hint: Any, value: Any, path: str) -> tuple[Any, ...]:
+    entry = get_args(hint)[0]
+    return tuple(
+        _built(member_of(entry, {"kind": kind}, path), fields, f"{path}.{kind}.")
+        for kind, fields in by_kind(hint, value, path).items()
+    )
 
 
 def _value(hint: Any, text: Any) -> Any:

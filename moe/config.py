@@ -197,7 +197,8 @@ def _words(hint: Any) -> list[str]:
     if get_origin(hint) is Literal:
         return [repr(arg) for arg in get_args(hint)]
     if get_origin(hint) is tuple:
-        return [f"a tuple of {_MANY.get(_bare(get_args(hint)[0]), 'values')}"]
+        entry = _bare(get_args(hint)[0])
+        return [f"a tuple of {_MANY.get(entry) or f'{entry.__name__}(..)'}"]
     return [_KINDS.get(hint) or f"{getattr(hint, '__name__', hint)}(..)"]
 
 

@@ -19,8 +19,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from moe.config import did_you_mean
+from moe.exported import load
 from moe.layer import MoEConfig
-from moe.load import load
 from moe.model import Model, ModelConfig
 from moe.models import AstroformerConfig, TwoTowersConfig, ViTConfig
 from moe.models.text import TextConfig
@@ -158,7 +158,7 @@ def create_model(
     """Returns a model of `PRESETS` with weights drawn from `seed`; without a seed they are not set.
 
     Args:
-        weights: an exported folder or file, as `moe.load.load` takes it, whose classes the model then has.
+        weights: an exported folder or file, as `load` takes it, whose classes the model then has.
 
     Raises ValueError for a name that does not exist, and for weights of another model.
     """

@@ -1,13 +1,13 @@
 """Configs as plain dicts and back (`moe.codec`), with overrides by dotted names."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from moe import codec
-from moe.codec import dataclasses_of, hints_of, member_of, to_dict
+from moe.codec import by_kind, dataclasses_of, entries_of, hints_of, member_of, to_dict
 from moe.config import did_you_mean
 from orchestrator.errors import UsageError
 from orchestrator.plugins import check_loaded
@@ -16,13 +16,6 @@ T = TypeVar("T")
 
 # Fields that may differ between a run and its resumption: how it is split, and how and where it is kept.
 MAY_CHANGE = ("scale.", "checkpoint.", "storage", "train.microbatch", "data.cache_gb", "data.max_bad_frac")
-
-# Fields of earlier versions: then -> now. Configs and changes that they wrote are read on.
-MOVED = {"train.loss": "task.loss"}
-
-
-# Fields that earlier versions had not: field -> what they did, known by a neighbour that they had.
-SINCE = {"data.eval_pixels": ("parts", "eval_crop")}
 
 
 @contextmanager
@@ -44,23 +37,7 @@ def read_config(cls: type[T], data: Mapping[str, Any]) -> T:
     """
     if isinstance(plugins := data.get("plugins"), list):
         check_loaded(map(str, plugins))
-    for before, now in MOVED.items():
-        data = _moved(data, before.split("."), now.split("."))
-    for field, (did, neighbour) in SINCE.items():
-        group, leaf = field.split(".")
-        written = data.get(group)
-        if isinstance(written, Mapping) and neighbour in written and leaf not in written:
-            data = {**data, group: {**written, leaf: did}}
     return codec.from_dict(cls, data)
-
-
-def _moved(tree: Mapping[str, Any], before: Sequence[str], now: Sequence[str]) -> Mapping[str, Any]:
-    """Returns the tree with a leaf at its new place, if it is at the old one."""
-    (group, leaf), (new_group, new_leaf) = before, now
-    if not isinstance(there := tree.get(group), Mapping) or leaf not in there:
-        return tree
-    rest = {name: value for name, value in there.items() if name != leaf}
-    return {**tree, group: rest, new_group: {new_leaf: there[leaf], **tree.get(new_group, {})}}
 
 
 @_usage_errors()
@@ -68,23 +45,30 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
     """Returns `config` with dotted fields replaced: ``{"model.moe.router.k": 2}``.
 
     A new ``kind`` starts that member of a union from its defaults, whatever the order of the changes. A field
-    below a group that is None starts the group from the default of its field, or else of its class.
+    below a group that is None starts the group from the default of its field, or else of its class. Entries
+    of a tuple of configs are named by their kinds: ``data.augment.mixup.alpha`` changes or adds an entry, and
+    None leaves it out.
 
     Raises:
         UsageError: as `read_config`.
     """
     tree = to_dict(config)
-    changes = renamed(changes)
     for path, value in sorted(changes.items(), key=_parents_and_kinds_first):
         node, cls, (*parents, leaf) = tree, type(config), path.split(".")
         for depth, name in enumerate(parents, start=1):
             here = ".".join(parents[:depth])
-            if name not in hints_of(cls):
-                near = did_you_mean(name, hints_of(cls))
-                raise UsageError(f"unknown field {here}; there is: {', '.join(hints_of(cls))}{near}")
+            if name not in (known := _below(cls)):
+                near = did_you_mean(name, known)
+                raise UsageError(f"unknown field {here}; there is: {', '.join(known)}{near}")
             if node.get(name) is None:
                 node[name] = _default(cls, name)
-            node, hint = node[name], hints_of(cls)[name]
+            hint = known[name]
+            if entries_of(hint):
+                # The names below a tuple are the kinds of its entries.
+                node[name], cls = by_kind(hint, node[name], here), hint
+                node = node[name]
+                continue
+            node = node[name]
             if not isinstance(node, dict):
                 raise UsageError(f"{here} is a value, not a group: {path} does not exist")
             cls = member_of(hint, node, here)
@@ -130,25 +114,32 @@ def places_of(config: Any, path: str = "") -> dict[type, set[str]]:
     return found
 
 
-def renamed(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns dotted changes under today's names."""
-    return {MOVED.get(name, name): value for name, value in changes.items()}
-
-
 def _parents_and_kinds_first(change: tuple[str, Any]) -> tuple[int, bool]:
     return change[0].count("."), not change[0].endswith(".kind")
 
 
+def _below(cls: Any) -> dict[str, Any]:
+    """Returns the fields of a config, or the kinds of a tuple of configs: name -> type."""
+    return hints_of(cls) if is_dataclass(cls) else {entry.kind: entry for entry in entries_of(cls)}
+
+
 def _default(cls: Any, name: str) -> Any:
     """Returns the tree of a field's default group; without one, the group's class has the defaults."""
+    if not is_dataclass(cls):
+        return {}
     (default,) = (field.default for field in fields(cls) if field.name == name)
     return to_dict(default) if is_dataclass(default) else {}
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """Returns the leaves of a config, or of its dict, by dotted names: the params in MLflow."""
+    """Returns the leaves of a config, or of its dict, by dotted names: the params in MLflow. Of a tuple of
+    configs these are the list of their kinds, and their fields.
+    """
 
     def walk(node: Any, prefix: str) -> dict[str, Any]:
+        if isinstance(node, list) and any(isinstance(entry, dict) for entry in node):
+            fields = {entry["kind"]: {n: v for n, v in entry.items() if n != "kind"} for entry in node}
+            return {prefix[:-1]: [*fields], **walk(fields, prefix)}
         if not isinstance(node, dict):
             return {prefix[:-1]: node}
         return {k: v for name, child in node.items() for k, v in walk(child, f"{prefix}{name}.").items()}
@@ -163,6 +154,13 @@ def describe(config: Any, prefix: str = "", within: tuple[Any, ...] = ()) -> lis
     lines = []
     for name, hint in hints_of(type(config)).items():
         value, path = getattr(config, name), f"{prefix}{name}"
+        if entries := entries_of(hint):
+            given = {each.kind: each for each in value}
+            lines.append(f"{path} = {json.dumps([*given])}")
+            for entry in entries:
+                _, *fields = describe(given.get(entry.kind, entry()), f"{path}.{entry.kind}.")
+                lines += fields or [f"{path}.{entry.kind} = {{}}"]
+            continue
         members = [member for member in dataclasses_of(hint) if member not in (*within, type(config))]
         if not dataclasses_of(hint):
             lines.append(f"{path} = {json.dumps(to_dict(value))}")

@@ -8,6 +8,8 @@ from moe.cost import param_shapes
 from moe.model import ModelConfig, begins_so
 from moe.parallel import ParallelConfig, check_layout
 from moe.presets import PRESETS
+from orchestrator.data.augment import AugmentationConfig
+from orchestrator.data.augment.base import at, in_stages
 from orchestrator.errors import UsageError
 from orchestrator.names import check_run_path
 from orchestrator.optimizers import AdamWConfig, OptimizerConfig
@@ -32,10 +34,10 @@ class DataConfig(Config):
             an object storage fetches. 1 shuffles best; with hundreds of GPUs, 8 saves most requests.
         tail: what happens to images at the end of an epoch that do not fill a batch. ``wrap`` fills the batch
             from the next epoch; ``drop`` leaves them out, different images in each epoch.
-        augment: ``none``; ``flip``: half of the images are mirrored; ``shift``: images move by up to an
-            eighth of their side; ``crop``: six sevenths of both sides at random, the papers' fine-tuning,
-            and ``crop_flip`` also mirrors; or ``inception``, the papers' pre-training: a random crop of
-            5-100 % of the area, and flips.
+        augment: how training images are changed at random; ``inception`` is the papers' pre-training and
+            ``crop`` their fine-tuning. Members are named by their kinds: ``data.augment=inception,mixup`` has
+            two, ``data.augment.mixup.alpha=0.5`` changes or adds a member, ``data.augment.mixup=none`` leaves
+            it out.
         eval_resize: what is resized before the central crop of evaluation: the ``shorter`` side, keeping the
             aspect, or both sides to a ``square``, as in the papers' few-shot and fine-tuning.
         eval_crop: fraction of these sides that the central crop keeps.
@@ -43,17 +45,8 @@ class DataConfig(Config):
         eval_pixels: ``timm`` and ``transformers`` give the pixels of these libraries. ``whole`` rounds sides
             as timm, but keeps images of the model's size, and decodes large JPEGs at a part of theirs.
             ``parts`` crops parts of a resized pixel, as all models of earlier versions do.
-        randaugment: operations per image after the crop, 0 to 16.
-        randaugment_magnitude: their strength, 0 to 30; the papers' recipes take 10, 15 and 20.
-        three_augment: every image is made grey, solarized or blurred, evenly, after crop and flip, as in
-            DeiT III.
-        color_jitter: brightness, contrast and saturation change by up to this fraction, in random order;
-            DeiT III has 0.3.
-        random_erasing: fraction of the images of which a rectangle is replaced by noise, after all else.
         repeats: views of each image, one after another, so that an epoch has as many images and fewer
             different ones (repeated augmentation); DeiT III has 3.
-        mixup, cutmix: parameter of the Beta distribution of mixing weights; 0 switches it off. With both, a
-            pair of images is mixed by either, equally often.
         max_bad_frac: fraction of undecodable images above which the run stops.
         cache_gb: disk space per node for indexes and whole remote shards, and for unpacked images of
             compressed shards; 0: none, and each process keeps a remote index in memory.
@@ -65,19 +58,12 @@ class DataConfig(Config):
     shuffle_window: PositiveInt = 1024
     shuffle_run: PositiveInt = 1
     tail: Literal["wrap", "drop"] = "wrap"
-    augment: Literal["none", "flip", "shift", "crop", "crop_flip", "inception"] = "none"
+    augment: tuple[AugmentationConfig, ...] = ()
     eval_resize: Literal["shorter", "square"] = "shorter"
     eval_crop: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.875
     eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     eval_pixels: Literal["whole", "timm", "transformers", "parts"] = "whole"
-    randaugment: Annotated[int, Bound(">=", 0), Bound("<=", 16)] = 0
-    randaugment_magnitude: Annotated[int, Bound(">=", 0), Bound("<=", 30)] = 10
-    three_augment: bool = False
-    color_jitter: Fraction = 0.0
-    random_erasing: Fraction = 0.0
     repeats: PositiveInt = 1
-    mixup: NonNegativeFloat = 0.0
-    cutmix: NonNegativeFloat = 0.0
     max_bad_frac: Fraction = 0.01
     cache_gb: NonNegativeFloat = 16.0
 
@@ -87,13 +73,9 @@ class DataConfig(Config):
             f"eval_{n}": getattr(self, f"eval_{n}") for n in ("resize", "crop", "interpolation", "pixels")
         }
 
-    def train_settings(self) -> dict[str, Any]:
-        """Returns the fields that say how an image varies in training."""
-        random = ("three_augment", "color_jitter", "random_erasing")
-        return {n: getattr(self, n) for n in ("augment", "randaugment", "randaugment_magnitude", *random)}
-
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "augment", in_stages(self.augment))
         if self.shuffle_run > self.shuffle_window:
             raise ValueError(
                 f"shuffle_run={self.shuffle_run} is more than shuffle_window={self.shuffle_window}: nothing"
@@ -333,20 +315,13 @@ class RunConfig(Config):
             raise ValueError(f"train.freeze: no tensor of the model has a name that begins with {prefix!r}")
         if freeze and all(begins_so(name, freeze) for name in names):
             raise ValueError(f"train.freeze={list(freeze)} freezes all tensors: leave some to train")
-        mixing = self.data.mixup or self.data.cutmix
-        if mixing and not self.task.classifies:
-            raise ValueError(
-                f"mixup and cutmix mix labels, of which a task of kind {self.task.kind!r} has none"
-            )
-        if mixing and self.images_per_pass() % 2:
-            raise ValueError(
-                f"mixup and cutmix mix pairs of images: the {self.images_per_pass()} images of one forward"
-                " pass must be even"
-            )
+        for member in self.data.augment:
+            member.check(task=self.task.kind, classifies=self.task.classifies, images=self.images_per_pass())
+        mixing = " and ".join(member.kind for member in at(self.data.augment, "batch"))
         if mixing and self.data.repeats > 1 and not self.data.repeats <= self.lane_count() < batch:
             raise ValueError(
-                f"data.repeats={self.data.repeats} with mixup or cutmix: data.lanes={self.lane_count()} would"
-                f" mix images with themselves; use a divisor of data.batch_size={batch} from"
+                f"data.repeats={self.data.repeats} with {mixing}: data.lanes={self.lane_count()} would mix"
+                f" images with themselves; use a divisor of data.batch_size={batch} from"
                 f" {self.data.repeats} to {batch // 2}"
             )
         if self.images_per_pass() % (group := self.model.images_per_group):

@@ -13,6 +13,7 @@ from orchestrator import storage
 from orchestrator.codec import flat, override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.upgrade import upgraded
 
 CONFIG_TOML = "config.toml"  # of a run's directory
 BELOW = "storage:"
@@ -40,7 +41,7 @@ def read_toml(location: str, root: str) -> dict[str, Any]:
         raise UsageError(f"no file of fields: {location}: {error.strerror or error}") from None
     except ValueError as error:  # of TOML or of UTF-8
         raise UsageError(f"{location}: {error}") from None
-    return {name: _value(value, root) for name, value in _fields(tree)}
+    return {name: _value(value, root) for name, value in _fields(upgraded(tree))}
 
 
 def check_written(
@@ -92,6 +93,8 @@ def _fields(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 def _value(value: Any, root: str) -> Any:
     if isinstance(value, list):
         return [_value(each, root) for each in value]
+    if isinstance(value, dict):
+        return {name: _value(each, root) for name, each in value.items()}
     if isinstance(value, str) and value.startswith(BELOW):
         return storage.join(root, value.removeprefix(BELOW))
     return None if value == NULL else value
@@ -113,6 +116,8 @@ def _text(value: Any, root: str) -> str:
     """Returns a value in TOML's notation."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(_text(each, root) for each in value)}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{name} = {_text(each, root)}' for name, each in value.items())} }}"
     if value is None:
         return f'"{NULL}"'
     if isinstance(value, str) and value.startswith(root):

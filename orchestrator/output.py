@@ -1,4 +1,4 @@
-"""Output that never ends what prints it, and shows no passwords."""
+"""Output that never ends what prints it, shows no passwords, and has times that a person reads."""
 
 import os
 import sys
@@ -46,6 +46,12 @@ def protect_streams() -> None:
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), UnfailingOutput):
             setattr(sys, name, UnfailingOutput(stream))
+
+
+def duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def redact_uri(uri: str) -> str:

@@ -12,7 +12,8 @@ from dataclasses import make_dataclass, replace
 from functools import cache
 from typing import Any, get_args
 
-from moe.codec import dataclasses_of, hints_of
+from moe import codec
+from moe.codec import dataclasses_of, entries_of, hints_of
 from moe.config import Family
 from orchestrator import storage
 from orchestrator.codec import read_config
@@ -20,6 +21,7 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.names import check_run_path
 from orchestrator.plugins import check_loaded, is_loaded, plugins_of
+from orchestrator.upgrade import upgraded
 
 CONFIG = "config.json"  # of a run's directory
 
@@ -44,9 +46,10 @@ class Move:
         self._pairs = [folders, (old, self.storage), (old, root or self.storage)] if old else []
 
     def config(self, config: Mapping[str, Any], known: Any = None) -> dict[str, Any]:
-        """Returns the config with today's name, storage and places; those of `known` are newer."""
+        """Returns the config with today's fields, name, storage and places; those of `known` are newer."""
         named = {"name": self.name, "storage": self.storage} if self.storage else {}
-        return {**self.tree({n: value for n, value in config.items() if n != "storage"}, known), **named}
+        placed = {name: value for name, value in upgraded(config).items() if name != "storage"}
+        return {**self.tree(placed, known), **named}
 
     def tree(self, node: Any, known: Any = None) -> Any:
         """Returns a part of the record with today's places."""
@@ -145,16 +148,30 @@ def _only_needed(
     found = dict(tree)
     for name, hint in hints_of(cls).items():
         fields, choices, here = tree.get(name), (hint, *get_args(hint)), (*path, name)
+        if entries_of(hint) and isinstance(fields, list):
+            family = get_args(hint)[0]
+            stays = [_is_known(family, each["kind"], plugins) for each in fields]
+            if not all(stays):
+                found[name] = [each for each, kept in zip(fields, stays, strict=True) if kept]
+                left_out[here] = tuple(
+                    codec.from_dict(family, each) if kept else _stand_in(family, tuple(each))(**each)
+                    for each, kept in zip(fields, stays, strict=True)
+                )
+            continue
         if not isinstance(fields, Mapping) or here in (("model",), ("task",)):
             continue
         family = next((each for each in choices if isinstance(each, type) and "kinds" in each.__dict__), None)
         if family is not None and issubclass(family, Family):
-            member = family.kinds.get(fields.get("kind", family.default_kind))
-            if member is None or not {*plugins_of(member())} <= {*plugins}:
+            if not _is_known(family, fields.get("kind", family.default_kind), plugins):
                 left_out[here] = _stand_in(family, tuple(fields))(**found.pop(name))
         elif classes := dataclasses_of(hint):
             found[name] = _only_needed(classes[0], fields, plugins, left_out, *here)
     return found
+
+
+def _is_known(family: type[Family], kind: str, plugins: Sequence[str]) -> bool:
+    member = family.kinds.get(kind)
+    return member is not None and {*plugins_of(member())} <= {*plugins}
 
 
 def _with(config: Any, path: Sequence[str], value: Any) -> Any:

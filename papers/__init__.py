@@ -12,32 +12,46 @@ Sources of the tables: Soft MoE (Puigcerver et al., 2024), tables 1 to 3 and 7 t
 (Liu et al., 2024), tables 1 to 8; V-MoE (Riquelme et al., 2021), tables 1 and 2.
 """
 
-SWEEPS = {  # name -> folder, in the order of `--list`
-    "routers": "routers",
-    "slots_experts": "soft_moe",
-    "ablations": "soft_moe",
-    "pareto": "soft_moe",
-    "long_runs": "soft_moe",
-    "capacity": "vmoe",
-    "vmoe": "vmoe",
-    "expert_count": "implicit_bias",
-    "expert_count_cifar": "implicit_bias",
-    "softmax_combine": "routers",
-    "slots": "soft_moe",
-    "moe_layers": "soft_moe",
-    "token_choices": "soft_moe",
-    "topk": "vmoe",
-    "priority": "vmoe",
-    "last_layers": "vmoe",
-    "fixed_routing": "routers",
-    "choice_experts": "soft_moe",
-    "augmentation": "soft_moe",
-    "normalization": "soft_moe",
-    "lit": "soft_moe.contrastive",
-    "laion": "soft_moe.contrastive",
-    "augmentation_contrastive": "soft_moe.contrastive",
-    "mixtures": "calmops",
+MEMBERS = ()  # modules that add members to families
+SWEEPS = {  # name -> module with a function of that name, in the order of `--list`
+    "routers": "papers.routers.sweeps",
+    "slots_experts": "papers.soft_moe.sweeps",
+    "ablations": "papers.soft_moe.sweeps",
+    "pareto": "papers.soft_moe.sweeps",
+    "long_runs": "papers.soft_moe.sweeps",
+    "capacity": "papers.vmoe.sweeps",
+    "vmoe": "papers.vmoe.sweeps",
+    "expert_count": "papers.implicit_bias.sweeps",
+    "expert_count_cifar": "papers.implicit_bias.sweeps",
+    "softmax_combine": "papers.routers.sweeps",
+    "slots": "papers.soft_moe.sweeps",
+    "moe_layers": "papers.soft_moe.sweeps",
+    "token_choices": "papers.soft_moe.sweeps",
+    "topk": "papers.vmoe.sweeps",
+    "priority": "papers.vmoe.sweeps",
+    "last_layers": "papers.vmoe.sweeps",
+    "fixed_routing": "papers.routers.sweeps",
+    "choice_experts": "papers.soft_moe.sweeps",
+    "augmentation": "papers.soft_moe.sweeps",
+    "normalization": "papers.soft_moe.sweeps",
+    "lit": "papers.soft_moe.contrastive.sweeps",
+    "laion": "papers.soft_moe.contrastive.sweeps",
+    "augmentation_contrastive": "papers.soft_moe.contrastive.sweeps",
+    "mixtures": "papers.calmops.sweeps",
 }
+SCALES = {  # name -> module with the scale in its `SCALES`
+    "in1k": "papers.scales",
+    "deit3": "papers.scales",
+    "in21k": "papers.scales",
+    "jft": "papers.scales",
+    "laion": "papers.soft_moe.contrastive.scales",
+}
+COMMANDS = {  # command -> module with its `main`
+    "inspect-routing": "papers.jobs.inspect_routing",
+    "study": "papers.jobs.study",
+}
+COSTS = {"papers": "papers.costs"}  # whose models' published parameters and FLOPs `plan` compares
+ROWS = {"papers": "papers.rows"}  # what `--list` prints at its end
 STUDIES = {  # name -> what it shows, and its function of a number of seeds and a `ProgressFn`
     "capacity": (
         "batch prioritized routing against vanilla where room is short (V-MoE, figures 5-6)",

@@ -4,18 +4,24 @@ In sources, ``soft_moe`` is ``vmoe/projects/soft_moe/configs`` of google-researc
 ``vmoe/configs/vmoe_paper``. ``deit`` is facebookresearch/deit at 7e160fe. Numbers without a source are ours.
 """
 
-from dataclasses import replace
 from math import log
 from typing import Any, cast
 
-from moe.models import TwoTowersConfig, ViTConfig
-from moe.presets import TEXT_G, TWO_TOWERS
+from moe.models import ViTConfig
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
+from orchestrator.data.augment import (
+    ColorJitterConfig,
+    CutMixConfig,
+    InceptionConfig,
+    MixupConfig,
+    RandAugmentConfig,
+    ThreeAugmentConfig,
+)
 from orchestrator.optimizers import AdamWConfig, LambConfig
 from orchestrator.schedules import DeitConfig, LinearConfig, RsqrtConfig
-from orchestrator.sweeps.scales import Scale, in_image_tower, vit_size
-from orchestrator.tasks import ClassificationConfig, ContrastiveConfig
+from orchestrator.sweeps.scales import Scale, vit_size
+from orchestrator.tasks import ClassificationConfig
 
 
 def vit_of(run: RunConfig) -> ViTConfig:
@@ -26,11 +32,6 @@ def vit_of(run: RunConfig) -> ViTConfig:
 def last_half(run: RunConfig) -> str:
     """Returns the last half of the blocks, where Soft MoE has its experts."""
     return f"last_{vit_of(run).depth // 2}"
-
-
-def last_half_of_image(run: RunConfig) -> str:
-    """Returns the same of the image tower of two."""
-    return last_half(replace(run, model=cast(TwoTowersConfig, run.model).image, task=ClassificationConfig()))
 
 
 _S, _B, _L, _H = (384, 12, 6), (768, 12, 12), (1024, 24, 16), (1280, 32, 16)
@@ -49,10 +50,6 @@ VITS = {  # Soft MoE, section 3.3; soft_moe/common.py:199-205
 
 def _vits(names: str) -> dict[str, dict[str, Any]]:
     return {name: VITS[name] for name in names.split()}
-
-
-def _towers(names: str) -> dict[str, dict[str, Any]]:
-    return {name: in_image_tower(VITS[name]) for name in names.split()}
 
 
 def _vmoe(model: dict[str, Any], lr: float, *, clip_norm: float | None = None) -> dict[str, Any]:
@@ -104,9 +101,9 @@ _ILSVRC2012 = {  # V-MoE-S/32 as released, vmoe_paper/vmoe_s32_last2_ilsvrc2012_
     "model.representation_size": 512,
     "model.head_bias": -log(1_000),
     "data.batch_size": 8192,
-    "data.mixup": 0.2,  # light1
-    "data.randaugment": 2,
-    "data.randaugment_magnitude": 10,
+    "data.augment.mixup.alpha": 0.2,  # light1
+    "data.augment.randaugment.operations": 2,
+    "data.augment.randaugment.magnitude": 10,
     "train.steps": 300 * 1_281_167 // 8192,  # 300 epochs
     "train.lr": 3e-3,
     "task.loss": "sigmoid",
@@ -139,7 +136,9 @@ _RELEASED_B16 = _EIGHT | {"model.moe.layers": "every_2"}
 # the mixup of 0.2 and two operations of magnitude 10 of V-MoE's `light1`, which is for ImageNet from scratch.
 _IN1K = RunConfig(
     model=ViTConfig(),
-    data=DataConfig(batch_size=4096, augment="inception", mixup=0.2, randaugment=2),
+    data=DataConfig(
+        batch_size=4096, augment=(InceptionConfig(), RandAugmentConfig(operations=2), MixupConfig(alpha=0.2))
+    ),
     train=TrainConfig(
         steps=28_150,
         lr=1e-3,
@@ -165,14 +164,16 @@ _DEIT3 = RunConfig(
     data=DataConfig(
         batch_size=2048,  # 256 on each of 8 GPUs
         tail="drop",
-        augment="inception",
+        augment=(
+            InceptionConfig(),
+            ThreeAugmentConfig(),  # --ThreeAugment
+            ColorJitterConfig(strength=0.3),
+            MixupConfig(alpha=0.8),
+            CutMixConfig(alpha=1.0),
+        ),
         eval_crop=1.0,  # --eval-crop-ratio 1.0
         eval_interpolation="bicubic",
-        three_augment=True,  # --ThreeAugment
-        color_jitter=0.3,
         repeats=3,  # --repeated-aug
-        mixup=0.8,
-        cutmix=1.0,
     ),
     train=TrainConfig(
         steps=800 * 625,  # 800 epochs; 625 whole batches of 1,281,167 images
@@ -203,7 +204,14 @@ _DEIT3_SIZES = {
 _IN21K = RunConfig(
     model=ViTConfig(num_classes=21_843, head_bias=-10.0, width=768, heads=12, mlp_dim=3072),
     task=ClassificationConfig(loss="sigmoid"),
-    data=DataConfig(batch_size=4096, augment="inception", mixup=0.5, randaugment=2, randaugment_magnitude=20),
+    data=DataConfig(
+        batch_size=4096,
+        augment=(
+            InceptionConfig(),
+            RandAugmentConfig(operations=2, magnitude=20),
+            MixupConfig(alpha=0.5),
+        ),
+    ),
     train=TrainConfig(
         steps=1_040_000,  # 300 epochs of about 14.2M images
         lr=8e-4,
@@ -219,7 +227,9 @@ _IN21K = RunConfig(
 _JFT = RunConfig(
     model=ViTConfig(num_classes=29_593, head_bias=-log(29_593)),  # pretrain_jft4b.py:31, common.py:201
     task=ClassificationConfig(loss="sigmoid"),  # pretrain_jft4b.py:77
-    data=DataConfig(batch_size=4096, augment="inception"),  # pretrain_jft4b.py:66: crop and flip alone
+    data=DataConfig(
+        batch_size=4096, augment=(InceptionConfig(),)
+    ),  # pretrain_jft4b.py:66: crop and flip alone
     train=TrainConfig(
         steps=300_000,
         lr=1e-3,  # common.py:122-126, with warm-up and timescale
@@ -230,30 +240,6 @@ _JFT = RunConfig(
         optimizer=AdamWConfig(weight_decay=0.03, weight_decay_head=3.0, weight_decay_scale=0.03),
     ),
 )
-
-# The recipe of appendix F.1 of Soft MoE: soft_moe/pretrain_laion.py. Sizes with patches of 14 pixels are left
-# out, because 14 does not divide 256.
-_LAION = RunConfig(
-    model=TWO_TOWERS["B/16-laion"],
-    task=ContrastiveConfig(loss="sigmoid"),
-    data=DataConfig(batch_size=16_384, eval_resize="square", eval_crop=1.0),
-    train=TrainConfig(
-        steps=750_000,
-        lr=1e-3,
-        report_every=100,
-        eval_every=10_000,
-        schedule=RsqrtConfig(warmup_steps=20_000, cooldown_steps=20_000, timescale=10_000),
-        optimizer=AdamWConfig(weight_decay=0.1),  # kernels; clipped at 1.0, the default
-    ),
-)
-# Section 4: steps of 18 billion images; batch, rate and schedule of LiT are not printed and are those of
-# LAION. The text tower is that of ViT-g.
-_TABLE_3 = {
-    **{f"model.text.{name}": getattr(TEXT_G, name) for name in ("width", "depth", "heads", "mlp_dim")},
-    "model.image.image_size": 224,
-    "task.loss": "softmax",
-    "train.steps": 18_000_000_000 // 16_384,
-}
 
 _RSQRT = {"train.schedule.kind": "rsqrt", "train.schedule.warmup_steps": 10_000}
 # The sizes of sweeps that do not vary them, and of those that vary them otherwise than `pareto`.
@@ -317,12 +303,5 @@ SCALES = {
             "vmoe": _JFT_300M,
         },
         sizes_of=_SIZES_OF | {"vmoe": _VMOES, "normalization": _vits("S16 B16 L16 H14")},
-    ),
-    "laion": Scale(  # images and texts
-        base=_LAION,
-        sizes=_towers("S16 B16 L16"),
-        experts=128,
-        bases={"lit": _TABLE_3},
-        sizes_of={"lit": _towers("S16 S14 B16 L16 H14")},
     ),
 }

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe.cost import forward_gflops_2mac, num_active_params, num_params, train_flops_6mac
-from moe.load import CONFIG, WEIGHTS
+from moe.exported import CONFIG, WEIGHTS
 from moe.signature import Signature
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.codec import to_dict

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe.load import CONFIG, WEIGHTS
+from moe.exported import CONFIG, WEIGHTS
 from moe.overrides import RoutingOverrides
 from moe.signature import SIGNATURE, Signature, read_signature
 from orchestrator import storage

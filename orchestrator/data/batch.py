@@ -42,7 +42,7 @@ class Batch:
 
     fields: name -> tensor with a row per sample: `image` (B, 3, H, W) uint8, channels last in memory; `label`
         (B, M) int64, -1 where an image has fewer labels than another; `mix` (B, 5) float32, how the image is
-        mixed with its neighbour, as `augment.draw` returns it, where a run mixes images.
+        mixed with its neighbour, as `augment.base.draw` returns it, where a run mixes images.
     valid: (B,) float32, 0 for slots that evaluation ignores: padding, and images that cannot be decoded.
     key: (B,) int64, the slot's number in the run (or in the validation set), the same for any number of
         workers; router noise depends on it.

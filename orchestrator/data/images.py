@@ -12,20 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2 import functional as tv
+from torchvision.transforms.v2 import InterpolationMode, functional as tv
 
 from moe.signature import Signature
-from orchestrator.data.augment import color_jitter, erase, randaugment, three_augment
+from orchestrator.data.augment.base import AugmentationConfig, Box, at
 from orchestrator.data.undecodable import undecodable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000")
@@ -145,28 +143,16 @@ class Picture:
         return image.flip(FLIPS[self._orientation]) if self._orientation in FLIPS else image
 
 
-class Box(NamedTuple):
-    top: int
-    left: int
-    height: int
-    width: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """Crops, flips and augments to a square of `size` pixels; other fields are those of `DataConfig`."""
+    """Makes a square of `size` pixels, augmented; other fields are those of `DataConfig`."""
 
     size: int
-    augment: Literal["none", "flip", "shift", "crop", "crop_flip", "inception"] = "none"
+    augment: tuple[AugmentationConfig, ...] = ()
     eval_resize: Literal["shorter", "square"] = "shorter"
     eval_crop: float = 0.875
     eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     eval_pixels: Literal["whole", "timm", "transformers", "parts"] = "whole"
-    randaugment: int = 0
-    randaugment_magnitude: int = 10
-    three_augment: bool = False
-    color_jitter: float = 0.0
-    random_erasing: float = 0.0
 
     @classmethod
     def of(cls, signature: Signature) -> "Transform":
@@ -177,15 +163,14 @@ class Transform:
         """Returns one image as (3, size, size) uint8. Its randomness is a function of `key` alone.
 
         The generator is Python's, seeded with the SHA-512 of `key`; numpy's takes 50 us longer to start.
-        The order is that of the papers' code: crop, flip, RandAugment, 3-Augment, jitter, erasing.
 
         Raises:
             BadImage: for bytes that are not a whole image.
         """
         if not self.crops():
             return self.vary(self.central(encoded), key)
-        rng, picture, draw = Random(key), Picture(encoded), BOXES[self.augment]
-        box = draw(picture.height, picture.width, rng)
+        (crop,), rng, picture = at(self.augment, "crop"), Random(key), Picture(encoded)
+        box = crop.box(picture.height, picture.width, rng)
         return self._varied(_cropped(picture, box, self.size), rng)
 
     def central(self, encoded: bytes) -> Tensor:
@@ -228,24 +213,16 @@ class Transform:
 
     def crops(self) -> bool:
         """Returns whether an image is cropped at random, which begins with the whole image."""
-        return self.augment in BOXES
+        return bool(at(self.augment, "crop"))
 
     def varies(self) -> bool:
         """Returns whether an image differs from one key to another."""
-        random = self.randaugment or self.three_augment or self.color_jitter or self.random_erasing
-        return self.augment != "none" or bool(random)
+        return any(member.stage != "batch" for member in self.augment)
 
     def _varied(self, image: Tensor, rng: Random) -> Tensor:
-        if self.augment in ("flip", "crop_flip", "inception") and rng.random() < 0.5:
-            image = tv.horizontal_flip(image)
-        if self.augment == "shift":
-            image = _shifted(image, rng)
-        image = randaugment(image, self.randaugment, self.randaugment_magnitude, rng)
-        if self.three_augment:
-            image = three_augment(image, rng)
-        if self.color_jitter:
-            image = color_jitter(image, self.color_jitter, rng)
-        return erase(image, rng) if self.random_erasing > rng.random() else image
+        for member in self.augment:
+            image = member.apply(image, rng)
+        return image
 
 
 def eval_settings(signature: Signature) -> dict[str, Any]:
@@ -258,44 +235,6 @@ def eval_settings(signature: Signature) -> dict[str, Any]:
 def resized_side(size: int, crop: float, pixels: str) -> int:
     """Returns the side whose middle `size` are cropped. transformers states it, timm rounds down."""
     return round(size / crop) if pixels == "transformers" else math.floor(size / crop)
-
-
-def inception_box(height: int, width: int, rng: Random) -> Box:
-    """Draws a box of 5-100 % of the area, aspect 3/4 to 4/3; the whole image if ten draws do not fit.
-
-    Source: Szegedy et al. 2014, as in the pre-training recipe of Soft MoE.
-    """
-    for _ in range(10):
-        area = height * width * rng.uniform(0.05, 1)
-        aspect = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            return Box(rng.randrange(height - h + 1), rng.randrange(width - w + 1), h, w)
-    return Box(0, 0, height, width)
-
-
-def transfer_box(height: int, width: int, rng: Random) -> Box:
-    """Draws a place of a box of six sevenths of both sides.
-
-    Source: BiT and ViT in fine-tuning, which resize to 448 x 448 and crop 384 x 384.
-    """
-    h, w = (max(1, round(side * 6 / 7)) for side in (height, width))
-    return Box(rng.randrange(height - h + 1), rng.randrange(width - w + 1), h, w)
-
-
-# augment -> what draws its crop
-BOXES = {"inception": inception_box, "crop": transfer_box, "crop_flip": transfer_box}
-
-
-def _shifted(image: Tensor, rng: Random) -> Tensor:
-    """Moves a (3, size, size) image by up to an eighth of its side along each axis, and fills with black.
-
-    Source: He et al. 2016, section 4.2: 4 of 32 pixels.
-    """
-    size = image.shape[-1]
-    most = size // 8
-    top, left = rng.randint(0, 2 * most), rng.randint(0, 2 * most)
-    return F.pad(image, [most] * 4)[:, top : top + size, left : left + size]
 
 
 def _cropped(picture: Picture, box: Box, size: int, interpolation: str = "bilinear") -> Tensor:

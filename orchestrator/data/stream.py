@@ -19,7 +19,7 @@ from torch import Tensor
 
 from orchestrator import storage
 from orchestrator.config import DataConfig, RunConfig
-from orchestrator.data import augment
+from orchestrator.data.augment.base import at, draw
 from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, Traffic, join_batches
 from orchestrator.data.decoded import decoded_split
 from orchestrator.data.fields import Field, check_fields
@@ -161,8 +161,8 @@ class Stream:
         fields = {"label": label, **further}
         if self.transform.size:
             fields = {"image": image, **fields}
-        if self.plan and (config.mixup or config.cutmix):
-            fields["mix"] = augment.draw(names, mixup=config.mixup, cutmix=config.cutmix, size=size)
+        if self.plan and (mixing := at(config.augment, "batch")):
+            fields["mix"] = draw(mixing, names, size)
         return PartialBatch(fields, valid, fetch.key, sample, bad, fetch.traffic)
 
     def _name(self, epoch: int, sample: int, view: int) -> str:
@@ -236,7 +236,7 @@ def open_stream(run: RunConfig, split: Split, rank: int, workers: int, *, whole:
     stream, config = in_order(run, split, rank, workers, whole=whole), run.data
     if split == "val":
         return stream
-    transform = replace(stream.transform, **config.train_settings())
+    transform = replace(stream.transform, augment=config.augment)
     return replace(stream, plan=_plan(config, run.lane_count(), run.train.seed), transform=transform)
 
 

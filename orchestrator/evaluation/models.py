@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moe.config import did_you_mean
-from moe.load import WEIGHTS
+from moe.exported import WEIGHTS
 from moe.model import Model
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX

@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from moe.guests import guests, offered
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point
-from orchestrator.guests import from_papers
 
 # Names of ImageNet-1k as the last part of a path. A subset of it has another name.
 IMAGENET = ("imagenet", "imagenet-1k", "imagenet1k", "imagenet2012", "in1k", "ilsvrc2012")
@@ -22,7 +22,7 @@ SAME_ON_IMAGENET = {f"fewshot/acc_{shots}shot": f"imagenet/acc_{shots}shot" for 
 DENSE = {"S": 33 / 108, "B": 1.0, "L": 333 / 108, "H": 669 / 108}
 
 # Figures and tables with a cost and a quality for each model: name -> source, quality, cost.
-DRAWABLE: dict[str, tuple[str, str, str]] = from_papers(":FIGURES", {})
+DRAWABLE: dict[str, tuple[str, str, str]] = offered("FIGURES")
 
 
 def papers_metric(quality: str, data: str, classes: int | None = None) -> str | None:
@@ -76,9 +76,8 @@ def _dense(model: str) -> float:
 
 
 def _rows() -> list[dict[str, str]]:
-    tables = (
-        path for papers in from_papers(":__path__", []) for path in Path(papers).glob("*/published.csv")
-    )
+    folders = [Path(folder) for guest in guests() for folder in guest.__path__]
+    tables = (path for folder in folders for path in folder.glob("*/published.csv"))
     return [row for table in sorted(tables) for row in csv.DictReader(table.open(encoding="utf-8"))]
 
 

@@ -1,10 +1,10 @@
 """The parts of the named sweeps: arms, their routers, and the space of a search."""
 
-import functools
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from orchestrator.checkpoint.models import ModelRef
 from orchestrator.sweeps.answers import Space, Suggest
 from orchestrator.sweeps.scales import UNCHANGED, Changes, Scale
 from orchestrator.sweeps.sweep import Sweep
@@ -17,21 +17,41 @@ MOE = "model.moe"
 GROUP = 8
 
 
-class NamedSweep(Protocol):
-    __name__: str
+@dataclass(frozen=True, kw_only=True)
+class NamedSweep:
+    """A sweep that is called after its function, which gets the scale with the changes of the user.
 
-    def __call__(self, scale: Scale, changes: Changes = UNCHANGED) -> Sweep: ...
+    Attributes:
+        task: kind of the task of its runs: a scale whose base has another one needs a recipe for the sweep.
+        has_own_model: runs at the scales alone that have a recipe for it.
+        needs_weights: starts from trained weights (`train.init_from`).
+        from_models: makes its arms of trained models, which the user names.
+    """
+
+    make: Callable[[Scale], Sweep]
+    task: str = "classification"
+    has_own_model: bool = False
+    needs_weights: bool = False
+    from_models: Callable[[Sweep, Sequence[ModelRef]], Sweep] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+    def __call__(self, scale: Scale, changes: Changes = UNCHANGED) -> Sweep:
+        sweep = self.make(scale.of(self.name, changes))
+        return replace(sweep, base=replace(sweep.base, name=self.name))
+
+    def runs_at(self, scale: Scale) -> bool:
+        """Returns whether the sweep has a recipe at a scale."""
+        if self.has_own_model and self.name not in scale.bases:
+            return False
+        return scale.of(self.name, UNCHANGED).base.task.kind == self.task
 
 
-def named(make: Callable[[Scale], Sweep]) -> NamedSweep:
-    """A sweep that is called after its function, which gets the scale with the changes of the user."""
-
-    @functools.wraps(make)
-    def made(scale: Scale, changes: Changes = UNCHANGED) -> Sweep:
-        sweep = make(scale.of(make.__name__, changes))
-        return replace(sweep, base=replace(sweep.base, name=make.__name__))
-
-    return made
+def named(**traits: Any) -> Callable[[Callable[[Scale], Sweep]], NamedSweep]:
+    """Returns a decorator that makes a `NamedSweep` of a function."""
+    return lambda make: NamedSweep(make=make, **traits)
 
 
 def moe(kind: str, num_experts: int, *, layers: str | tuple[int, ...] = "every_2", **router: Any) -> Arm:

@@ -3,11 +3,12 @@
 import inspect
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
+from moe.guests import offered
 from moe.model import unit_shapes
 from orchestrator.codec import flat, override
 from orchestrator.errors import UsageError
-from orchestrator.guests import from_papers
 from orchestrator.plugins import error_in, function_of
 from orchestrator.sweeps.arms import (
     MOE,
@@ -28,7 +29,7 @@ from orchestrator.sweeps.sweep import Sweep
 SHARP = 8.0  # scale of soft routers: the papers' 1 makes the routing of small models nearly uniform
 
 
-@named
+@named()
 def quickstart(scale: Scale) -> Sweep:
     """A dense model and three kinds of routing at each of several widths, with three seeds, on a laptop.
 
@@ -75,7 +76,7 @@ def _of_the_papers(scale: Scale) -> dict[str, Arm]:
     }
 
 
-@named
+@named()
 def study(scale: Scale) -> Sweep:
     """A dense model and five kinds of routing at equal cost, with five seeds: the papers' part of `modern`.
 
@@ -89,7 +90,7 @@ def study(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 5), claims=claims)
 
 
-@named
+@named()
 def modern(scale: Scale) -> Sweep:
     """Routers of today's language models beside those of `study`, at equal cost, with five seeds;
     docs/study.md has its results.
@@ -137,7 +138,7 @@ def modern(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 5), claims=claims)
 
 
-@named
+@named(needs_weights=True)
 def upcycle(scale: Scale) -> Sweep:
     """Mixtures whose experts are the MLPs of a trained dense model, beside that model, which goes on dense.
 
@@ -170,35 +171,10 @@ def upcycle(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 3), claims=claims)
 
 
-@named
-def language(scale: Scale) -> Sweep:
-    """A decoder over bytes, dense, with token choice, and with every expert for every token; three seeds.
-
-    Source: the calmops article on Soft MoE, whose language model has Soft MoE; it
-    prints no results.
-
-    Design: routers that let a token see later ones are refused, Soft MoE among them (docs/language.md). Token
-    choice with one expert seats tokens in their order, so its capacity may be small; the experts of the
-    mixture are a fraction of those of token choice, because each costs an MLP.
-    """
-    experts = scale.experts
-    kinds: dict[str, Arm] = {
-        "dense": {},
-        "token": token_choice(experts, 1, 1.25, images=1, layers="last_1"),
-        "mixture": moe("mixture", max(2, experts // 2), layers="last_1"),
-    }
-    arms = {
-        f"{name}-{kind}": {**size, **arm} for name, size in scale.sizes.items() for kind, arm in kinds.items()
-    }
-    claims = ("family=token_choice beats family=dense at equal size",)
-    return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 3), claims=claims)
-
-
-SWEEPS: dict[str, NamedSweep] = {s.__name__: s for s in (quickstart, study, modern, upcycle, language)}
-SWEEPS |= {
-    name: from_papers(f".{folder}.sweeps:{name}", None) for name, folder in from_papers(":SWEEPS", {}).items()
-}
-SCALES: dict[str, Scale] = {"tiny": TINY, "cifar": CIFAR, **from_papers(".scales:SCALES", {})}
+SWEEPS: dict[str, NamedSweep] = {sweep.name: sweep for sweep in (quickstart, study, modern, upcycle)}
+SWEEPS |= {name: getattr(import_module(module), name) for name, module in offered("SWEEPS").items()}
+SCALES: dict[str, Scale] = {"tiny": TINY, "cifar": CIFAR}
+SCALES |= {name: import_module(module).SCALES[name] for name, module in offered("SCALES").items()}
 
 
 def make_sweep(name: str, scale: str, changes: Changes = UNCHANGED) -> Sweep:
@@ -219,8 +195,8 @@ def make_sweep(name: str, scale: str, changes: Changes = UNCHANGED) -> Sweep:
         raise UsageError(
             f"unknown sweep {name!r}; known: {', '.join(SWEEPS)}, or your own as path/to/file.py:function"
         )
-    if ":" not in name and not SCALES[scale].has(name):
-        known = ", ".join(other for other, each in SCALES.items() if each.has(name))
+    if ":" not in name and not SWEEPS[name].runs_at(SCALES[scale]):
+        known = ", ".join(other for other, each in SCALES.items() if SWEEPS[name].runs_at(each))
         raise UsageError(f"the sweep {name} has no recipe at the scale {scale!r}; it has one at {known}")
     if isinstance(model := changes.get("model"), dict):
         # A model by its name has the classes of the scale, whose loss starts from their number.

@@ -15,7 +15,7 @@ from ray.train import TrainingFailedError
 
 from moe.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
 from orchestrator import storage
-from orchestrator.codec import changed_fields, flat, read_config, renamed, to_dict
+from orchestrator.codec import changed_fields, differences, flat, override, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import digits
@@ -351,12 +351,16 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
 
 
 def _fixed(record: SweepRecord, arms: Iterable[str]) -> dict[str, Any]:
-    """The fields that may not change when a sweep is continued. `arms`: the arms that it began with."""
+    """The fields that may not change when a sweep is continued. `arms`: the arms that it began with. Their
+    changes may be written otherwise if they make the same run.
+    """
+    base = read_config(RunConfig, record.base)
+    made = {name: override(base, record.arms[name]) for name in arms if name in record.arms}
     return {
-        **flat(read_config(RunConfig, record.base)),
+        **flat(base),
         DATA: record.data_digest,
         **{name: getattr(record, name) for name in ("quality", "cost", "trunk", "seeds")},
-        **{f"arms.{name}": renamed(record.arms[name]) if name in record.arms else None for name in arms},
+        **{f"arms.{name}": differences(base, made[name]) if name in made else None for name in arms},
     }
 
 

@@ -10,7 +10,6 @@ resized to squares. Soft MoE keeps its slots (Soft MoE, table 8), and experts th
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from moe.model import Model, ModelConfig
 from moe.overrides import RoutingOverrides
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
+from orchestrator.data.augment import AugmentationConfig, InceptionConfig
 from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
 from orchestrator.frontier.paired import Interval, interval
@@ -48,13 +48,13 @@ class RecipeSize:
     batch_size: int
     warmup_steps: int | None = None
     image_size: int | None = None
-    augment: Literal["none", "inception"] = "none"
+    augment: tuple[AugmentationConfig, ...] = ()
 
 
 SIZES = {
     "short": RecipeSize(steps=500, batch_size=64),  # ours, for data sets of some thousand images
     "published": RecipeSize(
-        steps=10_000, batch_size=1024, warmup_steps=500, image_size=384, augment="inception"
+        steps=10_000, batch_size=1024, warmup_steps=500, image_size=384, augment=(InceptionConfig(),)
     ),  # the released configs for ImageNet
 }
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from orchestrator.config import RunConfig
 from orchestrator.frontier.points import IN_BITS, as_shown
-from orchestrator.output import UnfailingOutput
+from orchestrator.output import UnfailingOutput, duration
 from orchestrator.sweeps.queue import Job, Outcome
 from orchestrator.sweeps.run import SweepRun, SweepState, Watch
 from orchestrator.sweeps.sweep import Sweep
@@ -54,12 +54,6 @@ def status_line(now: SweepState) -> str:
         f"{now.complete} of {now.trials} complete, {now.running} running{rungs}; frontier {points}{best},"
         f" hypervolume of the trials {now.hypervolume:.4f}; {duration(now.spent_s)} of devices spent{left}"
     )
-
-
-def duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 class RunProgress:

@@ -3,18 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from moe.models import ViTConfig
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
+from orchestrator.data.augment import InceptionConfig, MixupConfig, RandAugmentConfig
 
 Changes = Mapping[str, Any]  # dotted fields of a run, with their values
 UNCHANGED: Changes = MappingProxyType({})
-IMAGE_TEXT = ("lit", "laion", "augmentation_contrastive")  # sweeps of images and texts
-TASKS = {**dict.fromkeys(IMAGE_TEXT, "contrastive"), "language": "next_token"}  # of sweeps; others classify
 STUDIES = ("study", "modern")  # made for Fashion-MNIST
-ASTROFORMER = "expert_count_cifar"  # has a model of its own, at the scales whose `bases` have one for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +41,13 @@ class Scale:
     data: str = ""
     data_of: Mapping[str, str] = field(default_factory=dict)
 
-    def has(self, sweep: str) -> bool:
-        """Returns whether the sweep has a recipe here: one of its task."""
-        if sweep == ASTROFORMER and sweep not in self.bases:
-            return False
-        task = override(self.base, self.bases.get(sweep, {})).task
-        return task.kind == TASKS.get(sweep, "classification")
+    def add(
+        self, sweep: str, *, base: Changes, sizes: Mapping[str, Changes] | None = None, data: str = ""
+    ) -> None:
+        """Gives a sweep of a guest its recipe at this scale: changes of the base, its sizes, its images."""
+        for table, value in ((self.bases, base), (self.sizes_of, sizes), (self.data_of, data)):
+            if value:
+                cast(dict[str, Any], table)[sweep] = value
 
     def of(self, sweep: str, changes: Changes) -> "Scale":
         """Returns the scale as the function of a sweep gets it: its base has the changes of the sweep, and
@@ -56,6 +55,10 @@ class Scale:
         """
         base = override(override(self.base, self.bases.get(sweep, {})), changes)
         return replace(self, base=base, sizes=self.sizes_of.get(sweep, self.sizes))
+
+    def source(self, sweep: str) -> str:
+        """Returns the source of the images that come with the project for a sweep; empty: there is none."""
+        return self.data_of.get(sweep, self.data)
 
 
 def vit_size(width: int, depth: int, heads: int, patch_size: int | None = None) -> dict[str, Any]:
@@ -91,75 +94,13 @@ _STUDY = {  # for Fashion-MNIST, 28 x 28 in 16 patches: 5.6 epochs of 55,000 ima
 _STUDY_SIZES = {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 4), "w48": vit_size(48, 2, 3)}
 
 
-def in_image_tower(changes: Changes) -> dict[str, Any]:
-    """Returns changes of a model as those of the image tower of two."""
-    return {name.replace("model.", "model.image.", 1): value for name, value in changes.items()}
-
-
-_TINY_TEXT = {  # 18 epochs of the digits with captions
-    "model.kind": "two_towers",
-    **in_image_tower({"model.image_size": 8, "model.patch_size": 2, **vit_size(32, 2, 2)}),
-    "model.text.width": 32,
-    "model.text.depth": 1,
-    "model.text.heads": 2,
-    "model.text.mlp_dim": 64,
-    "model.text.vocabulary": 64,  # about that of the captions
-    "task.kind": "contrastive",
-    "train.steps": 400,
-    "train.report_every": 50,
-}
-_SMALL_TOWERS = {name: in_image_tower(vit_size(width, 2, 2)) for name, width in (("w16", 16), ("w32", 32))}
-
-_LANGUAGE = {  # 3.3 epochs of the text of Python's help
-    "model.kind": "decoder",
-    **vit_size(32, 2, 2),
-    "task.kind": "next_token",
-    "data.batch_size": 16,
-    "train.steps": 600,
-    "train.lr": 5e-3,
-    "train.report_every": 50,
-    "scale.reshard_after_forward": False,
-}
-_TINY_ASTROFORMER = {
-    "model.kind": "astroformer",
-    "model.image_size": 16,  # digits of twice their size, for four tokens
-    "model.num_classes": 10,
-    "model.stages": "CT",
-    "model.widths": (16, 32),
-    "model.depths": (1, 2),
-    "model.stem_width": 16,
-    "model.head_dim": 16,
-    "model.dropout": 0.1,
-    "task.smoothing": 0.1,
-}
-# Implicit Bias in Soft MoE, appendix D.2 and table 7: smoothing, dropout, cosine, AdamW and 500 epochs; other
-# numbers are those of Astroformer's command for CIFAR and timm's defaults, but for crops of 5 instead of 8 %
-# of the area and more, and a warm-up from 0 instead of 1e-5. The paper's size of images, batch and rate are
-# not readable: 96 pixels and a batch of 256 are ours, and the rate is Astroformer's there.
-_CIFAR_ASTROFORMER = {
-    "model.kind": "astroformer",
-    "model.image_size": 96,
-    "model.num_classes": 10,
-    "model.dropout": 0.1,
-    "task.smoothing": 0.1,
-    "data.batch_size": 256,
-    "data.randaugment": 0,
-    "data.color_jitter": 0.4,
-    "data.mixup": 0.8,
-    "data.eval_crop": 0.95,
-    "data.eval_interpolation": "bicubic",
-    "train.steps": 97_656,
-    "train.eval_every": 977,  # 5 epochs
-    "train.lr": 2e-5,  # x sqrt(batch / 256)
-    "train.clip_norm": None,
-    "train.schedule.kind": "cosine",
-    "train.schedule.warmup_steps": 977,
-    "train.optimizer.weight_decay": 2e-5,
-}
-
 _CIFAR = RunConfig(
     model=ViTConfig(image_size=32, patch_size=4, width=192, depth=12, heads=3, mlp_dim=768, num_classes=10),
-    data=DataConfig(batch_size=512, augment="inception", eval_crop=1.0, mixup=0.2, randaugment=2),
+    data=DataConfig(
+        batch_size=512,
+        augment=(InceptionConfig(), RandAugmentConfig(operations=2), MixupConfig(alpha=0.2)),
+        eval_crop=1.0,
+    ),
     train=TrainConfig(steps=19_500, lr=1e-3, report_every=50, eval_every=975),  # 200 epochs
 )
 
@@ -176,24 +117,16 @@ TINY = Scale(  # digits, seconds to a minute per arm on a CPU
     bases={
         "quickstart": _QUICKSTART,
         **dict.fromkeys(STUDIES, _STUDY),
-        "language": _LANGUAGE,
-        ASTROFORMER: _TINY_ASTROFORMER,
-    }
-    | dict.fromkeys(IMAGE_TEXT, _TINY_TEXT),
+    },
     sizes_of={
         "quickstart": {"w16": vit_size(16, 2, 2), "w24": vit_size(24, 2, 2), "w32": vit_size(32, 2, 2)},
         **dict.fromkeys(STUDIES, _STUDY_SIZES),
-        "language": {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 2), "w48": vit_size(48, 2, 3)},
-    }
-    | dict.fromkeys(IMAGE_TEXT, _SMALL_TOWERS),
+    },
     data="digits",
-    data_of={"quickstart": "cluttered-digits", "language": "python-topics"}
-    | dict.fromkeys(STUDIES, "")
-    | dict.fromkeys(IMAGE_TEXT, "digits-captions"),
+    data_of={"quickstart": "cluttered-digits", **dict.fromkeys(STUDIES, "")},
 )
 CIFAR = Scale(  # 32 x 32: an hour per arm on a GPU, by the planner
     base=_CIFAR,
     sizes={"Ti8": vit_size(192, 12, 3, 8), "Ti4": vit_size(192, 12, 3, 4), "S4": vit_size(384, 12, 6, 4)},
     experts=16,
-    bases={ASTROFORMER: _CIFAR_ASTROFORMER},
 )

@@ -4,7 +4,7 @@ docs/early_stopping.md shows its use, and what Tune lacks for it.
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import ray
@@ -71,14 +71,11 @@ class FrontierScheduler(TrialScheduler):
             cluster_resources=cluster_resources,
             quality=metric,
             admits=self._affords,
-            more=self._ask,
         )
         self.time_attr = time_attr
         self.cost, self.steps, self.arm, self.need, self.known = cost, steps, arm, need, known
         self.budget = budget
         self.spent = 0.0  # cost of all jobs that were started
-        # There is room, and no known trial is worth it: a searcher may draw another arm.
-        self.wants_more = True
         self.controller: Any = None  # Tune's, once it has asked for a trial
         self._trials: dict[str, Trial] = {}  # by the name of the state
         self._states: dict[str, TrialState] = {}  # by Tune's trial id
@@ -116,11 +113,6 @@ class FrontierScheduler(TrialScheduler):
         """Returns the last job of a trial, which may still run."""
         state = self._states[trial.trial_id]
         return Job(state=state, until=state.until)
-
-    def predicted(self, trial_id: str) -> float | None:
-        """Returns the predicted final quality of a trial's arm, or None if it has failed."""
-        states = list(self.queue.states.values())
-        return self.policy.predictions(states).get(self._states[trial_id].arm)
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         state = self._states.get(trial.trial_id) or self._new_state(trial)
@@ -189,7 +181,6 @@ class FrontierScheduler(TrialScheduler):
         return f"{type(self).__name__}: {self.queue.num_running} of {len(self.queue.states)} trials run"
 
     def _new_state(self, trial: Trial) -> TrialState:
-        self.wants_more = False
         config, reserved = trial.config, trial.placement_group_factory
         assert isinstance(reserved, PlacementGroupFactory)
         need: dict[str, float] = dict(reserved.required_resources)
@@ -217,10 +208,6 @@ class FrontierScheduler(TrialScheduler):
 
     def _affords(self, job: Job, state: TrialState) -> bool:
         return self.spent + state.cost * state.part(job.until) <= self.budget
-
-    def _ask(self) -> Sequence[TrialState]:
-        self.wants_more = True
-        return ()
 
     def _is_paused(self, job: Job) -> bool:
         # The process of a trial that was just paused may not have ended yet.

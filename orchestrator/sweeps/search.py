@@ -9,17 +9,14 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import optuna
 from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
-from ray import cloudpickle
-from ray.tune.search import Searcher
 
 from moe.config import Config, PositiveInt
 from orchestrator.codec import changed_fields, flat, override
@@ -313,58 +310,6 @@ def sample(space: Space, base: RunConfig, count: int) -> list[RunConfig]:
         with suppress(UsageError):
             runs.append(override(base, space(study.ask())))
     return runs
-
-
-class ArmSearcher(Searcher):
-    """`OptunaSearch` for any `ray.tune.Tuner`, with ``num_samples=-1``: the config is the changes of an arm.
-
-    Args:
-        quality: name of a reported metric.
-        cost: name of a reported metric, or a function of the config.
-        wanted: whether another arm may be drawn now, as `FrontierScheduler.wants_more` says. By default Tune
-            draws as often as it has room.
-        predicted: returns the final quality of a stopped trial by its id.
-    """
-
-    def __init__(
-        self,
-        search: OptunaSearch,
-        *,
-        quality: str,
-        cost: str | Callable[[Mapping[str, Any]], float],
-        wanted: Callable[[], bool] = lambda: True,
-        predicted: Callable[[str], float | None] = lambda trial_id: None,
-    ) -> None:
-        super().__init__()
-        self.search = search
-        self.quality, self.cost = quality, cost
-        self.wanted, self.predicted = wanted, predicted
-        self._arms: dict[str, DrawnArm] = {}
-
-    def set_search_properties(self, metric: Any, mode: Any, config: Any, **spec: Any) -> bool:
-        return True  # there are two metrics and another space
-
-    def suggest(self, trial_id: str) -> Any:
-        if not self.wanted():
-            return None
-        arm = self.search.next()
-        if arm is None:
-            return Searcher.FINISHED
-        self._arms[trial_id] = arm
-        return dict(arm.changes)
-
-    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        arm, result = self._arms[trial_id], result or {}
-        quality = None if error else result.get(self.quality, self.predicted(trial_id))
-        cost = result.get(self.cost) if isinstance(self.cost, str) else self.cost(arm.changes)
-        self.search.tell(arm.name, quality, cost)
-
-    def save(self, checkpoint_path: str) -> None:
-        state = cloudpickle.dumps((self.search, self._arms))  # pyright: ignore[reportPrivateImportUsage]
-        Path(checkpoint_path).write_bytes(state)
-
-    def restore(self, checkpoint_path: str) -> None:
-        self.search, self._arms = cloudpickle.loads(Path(checkpoint_path).read_bytes())
 
 
 def _digest(path: str) -> str | None:

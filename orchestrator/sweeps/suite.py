@@ -23,12 +23,13 @@ from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.run_directory import Result
 
-AUGMENT = {  # (crop, flip) -> data.augment
-    (False, False): "none",
-    (False, True): "flip",
-    (True, False): "crop",
-    (True, True): "crop_flip",
-}
+GEOMETRY = (
+    "inception",
+    "crop_flip",
+    "shift",
+    "crop",
+    "flip",
+)  # members of data.augment that crop and flip replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,8 @@ class SuiteRow(Config):
             "model.image_size": self.size,
         }
         if (self.crop, self.flip) != (None, None):
-            changed["data.augment"] = AUGMENT[bool(self.crop), bool(self.flip)]
+            kept = {"crop": self.crop, "flip": self.flip}
+            changed |= {f"data.augment.{kind}": {} if kept.get(kind) else "none" for kind in GEOMETRY}
         classes = len(open_manifest(self.path).classes)
         given = {field: value for field, value in changed.items() if value is not None}
         return {"data.path": self.path, "model.num_classes": classes, **given}

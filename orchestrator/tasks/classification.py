@@ -234,7 +234,7 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def mix_images(images: Tensor, draws: Tensor) -> Tensor:
-    """Mixes (B, 3, S, S) float32 images by (B, 5) draws of `orchestrator.data.augment` -> (B, 3, S, S)."""
+    """Mixes (B, 3, S, S) float32 images by (B, 5) draws of `augment.base.draw` -> (B, 3, S, S)."""
     weight, top, left, bottom, right = draws[..., None, None].unbind(1)  # (B, 1, 1) each
     position = torch.arange(images.shape[-1], device=images.device)
     rows = (position >= top) & (position < bottom)  # (B, 1, S)

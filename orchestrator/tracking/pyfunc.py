@@ -12,13 +12,12 @@ from tempfile import TemporaryDirectory
 import mlflow.pyfunc
 import numpy as np
 import pandas as pd
-from mlflow.models import Model as MLmodel
-from mlflow.models import ModelSignature
+from mlflow.models import Model as MLmodel, ModelSignature
 from mlflow.types import ColSpec, Schema
 
 import moe
 from moe.cost import num_params
-from moe.load import CONFIG, WEIGHTS
+from moe.exported import CONFIG, WEIGHTS
 from moe.signature import SIGNATURE
 from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef
@@ -31,7 +30,13 @@ from orchestrator.tracking import served
 MOE = Path(moe.__file__).parent
 # Without their __init__.py they are namespace packages, which never hide an installed orchestrator.
 FILES = (
-    *("data/augment.py", "data/batch.py", "data/images.py", "data/preparation.py", "data/undecodable.py"),
+    *(
+        "data/augment/base.py",
+        "data/batch.py",
+        "data/images.py",
+        "data/preparation.py",
+        "data/undecodable.py",
+    ),
     *("errors.py", "tracking/served.py"),
 )
 PACKAGES = ("mlflow", "numpy", "pandas", "pillow", "safetensors", "torch", "torchvision")

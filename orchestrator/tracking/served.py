@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from mlflow.exceptions import MlflowException
 
-from moe.load import CONFIG, load
+from moe.exported import CONFIG, load
 from moe.signature import SIGNATURE, read_signature
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import BadImage, Transform

@@ -31,7 +31,7 @@ from moe.model import Model
 from moe.parallel import local_part, update
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.augment import UNMIXED
+from orchestrator.data.augment.base import UNMIXED, at
 from orchestrator.data.batch import Batch
 from orchestrator.training.average import Average
 from orchestrator.training.loop import train_step
@@ -135,7 +135,7 @@ def fake_batch(run: RunConfig) -> Batch:
     fields["label"] = torch.zeros(images, 1, dtype=torch.int64)
     if side:
         fields["image"] = torch.zeros(images, side, side, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-    if run.data.mixup or run.data.cutmix:
+    if at(run.data.augment, "batch"):
         fields["mix"] = torch.tensor([UNMIXED]).float().repeat(images, 1)
     number = torch.arange(images)
     return Batch(fields=fields, valid=torch.ones(images), key=number, sample=number)

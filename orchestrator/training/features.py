@@ -21,7 +21,6 @@ from moe.model import Model
 from moe.parallel import sum_over_ranks, whole
 from orchestrator import storage
 from orchestrator.config import RunConfig
-from orchestrator.data.images import Transform
 from orchestrator.data.stream import Stream
 from orchestrator.training.fewshot import Selection, frozen_features
 
@@ -33,12 +32,10 @@ def can_be_stored(run: RunConfig) -> bool:
     """Returns whether the image tower is frozen, and its output for an image is the same in every step, as
     where images do not vary and are routed one by one.
     """
-    tower, data, moe = run.model.starts_from, run.data, run.model.moe
-    transform = Transform(size=run.model.image_size, **data.train_settings())
-    varied = transform.varies() or data.mixup or data.cutmix
+    tower, moe = run.model.starts_from, run.model.moe
     alone = moe is None or moe.images_per_group == 1
     frozen = any(tower.startswith(prefix) for prefix in run.train.freeze)
-    return bool(tower) and frozen and alone and not varied
+    return bool(tower) and frozen and alone and not run.data.augment
 
 
 def with_features(stream: Stream, model: Model, device: torch.device) -> Stream:

@@ -28,6 +28,7 @@ from orchestrator.checkpoint.models import classes_at_start
 from orchestrator.checkpoint.start import start_report
 from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
+from orchestrator.data.augment.base import at
 from orchestrator.data.fields import check_fields
 from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.ray_data import by_ray_data
@@ -217,7 +218,7 @@ def resize(run: RunConfig, workers: int) -> RunConfig | None:
     """
     share = run.data.batch_size // workers
     # A pass holds whole routing groups, and whole pairs of mixed images.
-    together = lcm(run.model.images_per_group, 2 if run.data.mixup or run.data.cutmix else 1)
+    together = lcm(run.model.images_per_group, 2 if at(run.data.augment, "batch") else 1)
     images = [n for n in range(together, run.images_per_pass() + 1, together) if share % n == 0]
     ep = gcd(run.ep(), workers)
     copies = gcd(run.scale.dp_replicate, workers // ep)

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
-from torch.profiler import profile as torch_profile
+from torch.profiler import ProfilerActivity, profile as torch_profile, record_function
 
 from orchestrator import storage
 from orchestrator.data.batch import Batch

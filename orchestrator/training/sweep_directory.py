@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from orchestrator.records import Move
 from orchestrator.training.run_directory import SWEEP, Directory, RunDir, read_json, write_json
+from orchestrator.upgrade import upgraded_arm
 
 SUMMARY = "summary.json"
 
@@ -80,12 +81,12 @@ class SweepDir(Directory):
         if (content := read_json(self.file(SWEEP))) is None:
             return None
         record = SweepRecord(**content)
-        move = Move(record.base, self.path)
+        move, arms = Move(record.base, self.path), record.arms
         return replace(
             record,
             name=move.name or record.name,
             base=move.config(record.base),
-            arms=move.tree(record.arms),
+            arms=move.tree({arm: upgraded_arm(arms[arm], record.base) for arm in arms}),
             trials=move.tree(record.trials),
         )
 

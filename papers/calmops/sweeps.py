@@ -6,7 +6,7 @@ from orchestrator.sweeps.sweep import Sweep
 from papers.scales import last_half
 
 
-@named
+@named()
 def mixtures(scale: Scale) -> Sweep:
     """Every expert for every token, weighed by the router: what each part of the mixture brings.
 

@@ -6,7 +6,7 @@ from orchestrator.sweeps.scales import Scale
 from orchestrator.sweeps.sweep import Sweep
 
 
-@named
+@named()
 def routers(scale: Scale) -> Sweep:
     """Six routers x capacity x architecture: which router is best at equal cost?
 
@@ -46,7 +46,7 @@ def six_routers(experts: int, tokens: int) -> dict[str, Arm]:
     return found
 
 
-@named
+@named()
 def softmax_combine(scale: Scale) -> Sweep:
     """Weigh the experts' outputs by the softmax, or by the transport plan that sent the tokens?
 
@@ -65,7 +65,7 @@ def softmax_combine(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, claims=claims)
 
 
-@named
+@named()
 def fixed_routing(scale: Scale) -> Sweep:
     """Routers that learn beside rules that do not: what does learning to route bring?
 

@@ -68,7 +68,7 @@ def _of_table_9(size: TableSize, tokens: int) -> Iterator[tuple[str, Arm, str]]:
         yield f"token-{e}e-k{k}-c{c}", arm, f"Tokens Choice {e}E k={k} c={c} group={group}"
 
 
-@named
+@named()
 def pareto(scale: Scale) -> Sweep:
     """Families x sizes x capacities: the frontier of quality against the cost of training.
 
@@ -137,7 +137,7 @@ TABLE_8 = (
 )
 
 
-@named
+@named()
 def long_runs(scale: Scale) -> Sweep:
     """Dense and Soft MoE models trained for long: does the gain stay?
 
@@ -172,7 +172,7 @@ def long_runs(scale: Scale) -> Sweep:
 _NOT_TRAINED = {"soft": (), "expert": ((4096, 16),), "token": ((256, 1), (1024, 4))}
 
 
-@named
+@named()
 def slots_experts(scale: Scale) -> Sweep:
     """Experts x slots per token: what more experts bring at equal cost.
 
@@ -205,7 +205,7 @@ def slots_experts(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, claims=tuple(claims))
 
 
-@named
+@named()
 def slots(scale: Scale) -> Sweep:
     """Slots per expert at a fixed number of experts: how many are worth their cost?
 
@@ -224,7 +224,7 @@ def slots(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms)
 
 
-@named
+@named()
 def ablations(scale: Scale) -> Sweep:
     """Soft MoE with parts of its routing taken out: which part carries the gain?
 
@@ -262,7 +262,7 @@ PLACES = ((11,), (10,), (10, 11), (5, 11), (8, 9, 10, 11), (2, 5, 8, 11))
 PLACES += ((4, 5, 6, 7, 8, 9, 10, 11), (1, 2, 3, 4, 8, 9, 10, 11))
 
 
-@named
+@named()
 def moe_layers(scale: Scale) -> Sweep:
     """One layer with all experts or several with a part each, late or spread: where do experts pay?
 
@@ -283,7 +283,7 @@ def moe_layers(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms)
 
 
-@named
+@named()
 def token_choices(scale: Scale) -> Sweep:
     """K, experts and batch prioritized routing of token choice, one by one.
 
@@ -302,7 +302,7 @@ def token_choices(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, claims=claims)
 
 
-@named
+@named()
 def normalization(scale: Scale) -> Sweep:
     """Tokens and slots with and without their normalization, at rising width.
 
@@ -320,7 +320,7 @@ def normalization(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, claims=claims)
 
 
-@named
+@named()
 def choice_experts(scale: Scale) -> Sweep:
     """Token choice with and without priority, and expert choice, with few to many experts: which number?
 
@@ -342,7 +342,7 @@ def choice_experts(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, claims=claims)
 
 
-@named
+@named()
 def augmentation(scale: Scale) -> Sweep:
     """Images resized, cropped and flipped, or distorted too, for each family: who gains from augmentation?
 
@@ -357,9 +357,9 @@ def augmentation(scale: Scale) -> Sweep:
         "soft": soft(scale.experts, 1, tokens, layers=half),
     }
     kinds: dict[str, Arm] = {
-        "resize": {"data.augment": "none", "data.randaugment": 0},
-        "crop": {"data.augment": "inception", "data.randaugment": 0},
-        "distort": {"data.augment": "inception", "data.randaugment": 2},
+        "resize": {"data.augment.inception": None, "data.augment.randaugment": None},
+        "crop": {"data.augment.inception": {}, "data.augment.randaugment": None},
+        "distort": {"data.augment.inception": {}, "data.augment.randaugment.operations": 2},
     }
     arms = {f"{f}-{kind}": {**arm, **data} for f, arm in families.items() for kind, data in kinds.items()}
     claims = (

@@ -7,7 +7,7 @@ from orchestrator.sweeps.sweep import Sweep
 from papers.scales import vit_of
 
 
-@named
+@named()
 def capacity(scale: Scale) -> Sweep:
     """Capacity in training, with and without batch prioritized routing: how far can it fall?
 
@@ -30,7 +30,7 @@ def capacity(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, claims=claims)
 
 
-@named
+@named()
 def vmoe(scale: Scale) -> Sweep:
     """V-MoE beside ViT: experts in every second block, or in the last few odd blocks.
 
@@ -52,7 +52,7 @@ def vmoe(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, claims=("family=token_choice beats family=dense at equal size",))
 
 
-@named
+@named()
 def topk(scale: Scale) -> Sweep:
     """K experts per token of how many, and the softmax before or after they are chosen?
 
@@ -77,7 +77,7 @@ def topk(scale: Scale) -> Sweep:
 _SLOTS = (0.38, 0.5, 0.6, 0.8, 1.0)
 
 
-@named
+@named()
 def priority(scale: Scale) -> Sweep:
     """Fewer slots than tokens, with and without priority: is the dense model reached for less than its cost?
 
@@ -100,7 +100,7 @@ def priority(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, claims=claims)
 
 
-@named
+@named()
 def last_layers(scale: Scale) -> Sweep:
     """Experts in the last 1 to 6 odd blocks, in every second or every block: how many are worth their cost?
 

@@ -7,12 +7,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_bare(*args: str) -> subprocess.CompletedProcess[str]:
+def run_bare(*args: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Runs Python with these arguments in the project's folder, without the caller's environment."""
     return subprocess.run(
         [sys.executable, *args],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        cwd=root,
+        env={"PYTHONPATH": str(root), "PATH": ""},
         capture_output=True,
         text=True,
         timeout=120,

@@ -9,8 +9,7 @@ import pytest
 from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_images
 
-from jobs import duplicates as job
-from jobs import pack_shards
+from jobs import duplicates as job, pack_shards
 from orchestrator.data.duplicates import HashedSplit, pairs
 
 Call = Callable[..., tuple[str, str]]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from jobs import export
-from moe.load import load
+from moe.exported import load
 from moe.models.vit import ViT
 from orchestrator.checkpoint import files
 from orchestrator.checkpoint.manager import drop_optimizer
@@ -105,12 +105,12 @@ def test_from_the_command_line_to_a_model(home, tmp_path):
 
 
 def test_a_folder(home, call, tmp_path):
-    """Loaded by `moe.load` (which tests/moe/test_load.py does alone), and what it says about itself."""
+    """Loaded by `moe.load` (which tests/moe/test_exported.py does alone), and what it says about itself."""
     code, out = call("soft", "--out", f"{tmp_path}/soft")
     assert code == ""
     first, line = out.splitlines()
     assert first.startswith(f"{tmp_path}/soft/model.safetensors: step 4, ")
-    assert line == f"from moe.load import load; model = load('{tmp_path}/soft')"
+    assert line == f"from moe import load; model = load('{tmp_path}/soft')"
     names = ["README.md", "config.json", "model.safetensors", "preprocessor_config.json"]
     assert sorted(file.name for file in (tmp_path / "soft").iterdir()) == names
     found: dict[str, ViT] = {}

@@ -8,8 +8,7 @@ from typing import Any
 import pandas
 import pytest
 
-from jobs import _image_text, evaluate, pareto_sweep, predict
-from jobs import train as train_job
+from jobs import _image_text, evaluate, pareto_sweep, predict, train as train_job
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.data.packing import digits
@@ -123,10 +122,10 @@ def test_pictures_get_names_from_the_command_line(
 def test_a_sweep_over_trained_towers(home: Path, call: Call, cluster: None) -> None:
     stopped, printed = call(
         pareto_sweep.main,
-        *("--sweep", "lit", "--towers", "classes,beside", "--data", digits(str(home), "digits-captions")),
+        *("--sweep", "lit", "--models", "classes,beside", "--data", digits(str(home), "digits-captions")),
     )
     assert "an image tower has a linear head" in stopped
-    words = ["--sweep", "lit", "--towers", "classes", "--confirm", "0", "--max-concurrent", "1"]
+    words = ["--sweep", "lit", "--models", "classes", "--confirm", "0", "--max-concurrent", "1"]
     words += ["--set", "train.steps=20"]
     stopped, printed = call(pareto_sweep.main, *words)
     assert stopped == ""
@@ -138,7 +137,7 @@ def test_what_is_missing_is_named(home: Path, names: str, call: Call, digits: st
         (
             pareto_sweep.main,
             ["--sweep", "lit"],
-            "--sweep lit trains texts beside trained towers: give --towers",
+            "--sweep lit makes its arms of trained models: give --models",
         ),
         (pareto_sweep.main, ["--sweep", "lit", "--scale", "cifar", "--data", digits], "has no recipe at the"),
         (evaluate.main, ["classes", "--zero-shot", names], "reads no text"),

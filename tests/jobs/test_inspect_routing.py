@@ -1,4 +1,4 @@
-"""`jobs/inspect_routing.py` as a user runs it, for every router."""
+"""`papers/jobs/inspect_routing.py` as a user runs it, for every router."""
 
 import json
 import sys
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs import inspect_routing, train
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.training.fit import fit
+from papers.jobs import inspect_routing, train
 from tests.lanes import mostly_slow
 
 SMALL = {

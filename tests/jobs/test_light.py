@@ -8,7 +8,6 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 from jobs._cli import OUT_OF_BUDGET, command, with_flags
-from jobs._main import OLD
 from orchestrator.errors import BudgetExhausted, UsageError
 from orchestrator.sweeps import finetune
 from orchestrator.sweeps.search import SearchOptions
@@ -16,9 +15,9 @@ from tests.jobs.bare import run_bare
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(
-    path.name
-    for path in ROOT.glob("jobs/*.py")
-    if 'if __name__ == "__main__"' in path.read_text() and path.stem not in OLD
+    str(path.relative_to(ROOT))
+    for path in (*ROOT.glob("jobs/*.py"), *ROOT.glob("papers/jobs/*.py"))
+    if 'if __name__ == "__main__"' in path.read_text()
 )
 HEAVY = ("torch", "ray", "mlflow")
 ANSWER = f"""
@@ -29,7 +28,7 @@ for name in {COMMANDS!r}:
         sys.argv, code, said = [name, flag], None, io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             try:
-                runpy.run_path("jobs/" + name, run_name="__main__")
+                runpy.run_path(name, run_name="__main__")
             except SystemExit as stop:
                 code = stop.code
         loaded = [library for library in {HEAVY!r} if library in sys.modules]
@@ -93,10 +92,10 @@ def test_help_states_what_holds(answers: list[Any]):
     """Numbers and names that stand in libraries too, which help does not load."""
     shown = {name: " ".join(said.split()) for name, flag, _, _, said in answers if flag == "--help"}
     short = finetune.SIZES["short"]
-    assert f"train.steps={short.steps}, train.lr={finetune.LR}," in shown["finetune.py"]
-    assert f"data.batch_size={short.batch_size}," in shown["finetune.py"]
-    assert f"expert_dropout={finetune.EXPERT_DROPOUT}," in shown["finetune.py"]
-    assert f"capacity_factor={finetune.CAPACITY}" in shown["finetune.py"]
+    assert f"train.steps={short.steps}, train.lr={finetune.LR}," in shown["jobs/finetune.py"]
+    assert f"data.batch_size={short.batch_size}," in shown["jobs/finetune.py"]
+    assert f"expert_dropout={finetune.EXPERT_DROPOUT}," in shown["jobs/finetune.py"]
+    assert f"capacity_factor={finetune.CAPACITY}" in shown["jobs/finetune.py"]
 
 
 def test_messages_of_the_library_name_flags_on_the_command_line() -> None:

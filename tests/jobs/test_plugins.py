@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import evaluate, export, pack_shards, pareto_sweep, predict, report, train
-from moe.load import load
+from moe.exported import load
 from orchestrator.plugins import load_plugins
 from tests.lanes import mostly_slow
 from tests.orchestrator.tracking.test_wandb import reported, written

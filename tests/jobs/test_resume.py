@@ -15,7 +15,7 @@ from orchestrator.training.metrics_file import read_metrics
 STEPS = 75  # of 64 images; an epoch has 22 or 23
 COMMON = [
     *("--set", f"train.steps={STEPS}", "--set", "train.report_every=1", "--set", "checkpoint.every=4"),
-    *("--set", "data.augment=inception", "--set", "data.mixup=0.2", "--set", "model.moe.num_experts=4"),
+    *("--set", "data.augment=inception,mixup", "--set", "model.moe.num_experts=4"),
 ]
 
 

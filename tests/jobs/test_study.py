@@ -1,4 +1,4 @@
-"""`jobs/study.py` as a user runs it."""
+"""`papers/jobs/study.py` as a user runs it."""
 
 import json
 import pkgutil
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from jobs import study
 from orchestrator.tracking.store import open_reader
 from papers import STUDIES
 from papers.implicit_bias.specialisation import STOP_AT
+from papers.jobs import study
 from tests.mlflow_reader import find_run
 
 Call = Callable[..., tuple[str, str]]

@@ -14,6 +14,7 @@ import pytest
 from jobs import evaluate, finetune, train
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.data.augment import CropConfig
 from orchestrator.data.stream import in_process
 from orchestrator.tracking.store import open_reader
 from orchestrator.training.worker import train_worker
@@ -155,7 +156,7 @@ def test_a_suite_of_two_sets(
         "b-seed0": 0.01,
         "b-seed1": 0.01,
     }
-    assert {trial.data.augment for trial in trials.values()} == {"crop", "none"}
+    assert {trial.data.augment for trial in trials.values()} == {(CropConfig(),), ()}
     assert {trial.model.image_size for trial in trials.values()} == {8, 16}
     assert {trial.data.path for trial in trials.values()} == {digits}
     assert sweep.metrics["finetune/mean-of-natural/acc1"] == sweep.metrics["finetune/a/acc1"]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jobs import evaluate, export, import_weights, train
-from moe.load import load
+from moe.exported import load
 from orchestrator import load_model
 from orchestrator.checkpoint.start import start_from
 from orchestrator.sweeps.catalog import make_sweep

@@ -4,8 +4,7 @@ import numpy as np
 import ot
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from moe.routers.affinity import sinkhorn_plan

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import sympy
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 from torch._inductor.loop_body import CaptureIndexing

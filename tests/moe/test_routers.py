@@ -5,8 +5,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from moe.codec import hints_of

@@ -32,14 +32,13 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.weights import signature_of_run
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data import augment
+from orchestrator.data.augment.base import at, draw
 from orchestrator.data.batch import Batch
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import fetches_whole_shards, in_process, open_stream
 from orchestrator.errors import UsageError
 from orchestrator.sweeps import estimate
-from orchestrator.training import fit, launch, loop
-from orchestrator.training import worker as worker_module
+from orchestrator.training import fit, launch, loop, worker as worker_module
 from orchestrator.training.dry_run import fake_ranks
 from orchestrator.training.loop import evaluate, train_step
 from orchestrator.training.metrics_file import Metrics
@@ -96,10 +95,9 @@ def _batch(run: RunConfig, number: int) -> Batch:
         fields[name] = torch.from_numpy(np.stack([field.decode(text) for text in texts]))
     if side:
         fields["image"] = torch.randint(256, (size, 3, side, side), generator=rng, dtype=torch.uint8)
-    if run.data.mixup or run.data.cutmix:
+    if mixing := at(run.data.augment, "batch"):
         names = [f"{number}/{n}" for n in range(size)]
-        drawn = augment.draw(names, mixup=run.data.mixup, cutmix=run.data.cutmix, size=side)
-        fields["mix"] = torch.from_numpy(drawn)
+        fields["mix"] = torch.from_numpy(draw(mixing, names, side))
     key = torch.arange(size) + 100 * number
     return Batch(fields=fields, valid=(key % 100 < size - 1).float(), key=key, sample=key)
 

@@ -8,6 +8,16 @@ from orchestrator.config import RunConfig
 from tests.orchestrator.effects import data_set, trained
 from tests.orchestrator.option_cases import ALL, DECODER, SMALL, TOWERS, Case, Place, router
 
+# augmentations without fields
+PLAIN = {
+    "Flip": "flip",
+    "Shift": "shift",
+    "Crop": "crop",
+    "CropFlip": "crop_flip",
+    "Inception": "inception",
+    "ThreeAugment": "three_augment",
+}
+
 
 @cache
 def in_files(root: Path) -> dict[str, Place]:
@@ -38,22 +48,28 @@ def in_files(root: Path) -> dict[str, Place]:
             "shuffle_window": Case(4, "read:order"),
             "shuffle_run": Case(4, "read:order"),
             "tail": Case(ALL, "read:order"),
-            "augment": ALL,
+            "augment": ("inception",),
             "eval_resize": Case(ALL, "read:val"),
             "eval_crop": Case(0.5, "read:val"),
             "eval_interpolation": Case(ALL, "read:val"),
             "eval_pixels": Case(ALL, "read:val", {"data.eval_crop": 0.7}),
-            "randaugment": 2,
-            "randaugment_magnitude": Case(30, given={"data.randaugment": 4}),
-            "three_augment": True,
-            "color_jitter": 0.5,
-            "random_erasing": 0.5,
             "repeats": Case(2, "read:order"),
-            "mixup": Case(0.5, "read:train worker:weights"),
-            "cutmix": Case(0.5, "read:train worker:weights"),
             "max_bad_frac": Case(0.5, "worker:error", {"data.path": data_set(root, broken=True)}),
             "cache_gb": Case(1e-6, "cache_of_a_node:bytes cache_of_a_node:whole", {"train.steps": 20}),
         }),
+        **{
+            f"{name}Config": Place(
+                f"data.augment.{kind}", "read:train", files | {f"data.augment.{kind}": {}}, cases
+            )
+            for name, kind, cases in (
+                ("RandAugment", "randaugment", {"operations": 4, "magnitude": 30}),
+                ("ColorJitter", "color_jitter", {"strength": 0.9}),
+                ("RandomErasing", "random_erasing", {"fraction": 1.0}),
+                ("Mixup", "mixup", {"alpha": 0.5}),
+                ("CutMix", "cutmix", {"alpha": 0.5}),
+                *((name, kind, {}) for name, kind in PLAIN.items()),
+            )
+        },
         "TrainConfig": Place("train", "worker:weights", files, {
             "steps": Case(2, "worker:steps"),
             "lr": 0.01,

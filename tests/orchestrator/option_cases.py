@@ -277,7 +277,7 @@ TRAINING = {
     "ClassificationConfig": Place("task", "steps", SMALL, {
         "loss": ALL,
         "smoothing": 0.1,
-        "binarised": Case(True, given={"task.loss": "sigmoid", "data.mixup": 0.5}),
+        "binarised": Case(True, given={"task.loss": "sigmoid", "data.augment": "mixup"}),
         "class_weights": (0.5,) * 9 + (5.5,),
     }),
     "ContrastiveConfig": Place("task", "steps", TOWERS, {

@@ -15,8 +15,7 @@ from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.frontier.claims import check_claim
 from orchestrator.frontier.frontier import Frontier
-from orchestrator.sweeps import driver
-from orchestrator.sweeps import run as sweep_run
+from orchestrator.sweeps import driver, run as sweep_run
 from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.sweeps.driver import SweepOptions
 from orchestrator.sweeps.queue import Job, TrialQueue

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from moe.config import Config
 from moe.layer import MoEConfig
@@ -15,6 +14,7 @@ from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from orchestrator.codec import changed_fields, describe, differences, flat, override, read_config, to_dict
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig, TrainConfig
+from orchestrator.data.augment import InceptionConfig, MixupConfig
 from orchestrator.errors import UsageError
 from orchestrator.optimizers import SGDConfig
 from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig
@@ -32,7 +32,9 @@ CONFIGS = [
     RunConfig(
         name="sweep/arm",
         storage="/elsewhere",
-        data=DataConfig(path="s3://bucket/x", batch_size=32, augment="inception"),
+        data=DataConfig(
+            path="s3://bucket/x", batch_size=32, augment=(InceptionConfig(), MixupConfig(alpha=0.8))
+        ),
         train=TrainConfig(
             lr=3e-4, eval_every=7, microbatch=8, optimizer=SGDConfig(), schedule=LinearConfig()
         ),
@@ -166,8 +168,29 @@ def test_a_group_starts_from_the_default_of_its_field() -> None:
         ({"train.clip_norm": "inf"}, "train: clip_norm must be finite, got inf"),
         ({"data.path": None}, "data: path must be a string, got None"),
         (
-            {"data.augment": "mixup"},
-            "data: augment must be 'none', 'flip', 'shift', 'crop', 'crop_flip' or 'inception', got 'mixup'",
+            {"data.augment": "mixpu"},
+            "unknown data.augment.kind 'mixpu'; known: color_jitter, crop, crop_flip, cutmix, flip,",
+        ),
+        (
+            {"data.augment.randaug.operations": 2},
+            "unknown field data.augment.randaug; there is: flip, randaugment, three_augment, color_jitter,",
+        ),
+        (
+            {"data.augment.mixup": "true"},
+            "data.augment.mixup is a group of fields, not a value; got 'true'; {}",
+        ),
+        (
+            {"data.augment": "crop,inception"},
+            "data: augment has crop and inception, which both crop: use one",
+        ),
+        ({"data.augment": ["flip", "flip"]}, "data.augment has flip more than once"),
+        (
+            {"data.augment": [3]},
+            "data.augment has 3: write a name, or fields with a kind; known: color_jitter,",
+        ),
+        (
+            {"data.augment.randaugment.operations": 17},
+            "data.augment.randaugment: operations must be at most 16, got 17",
         ),
         ({"scale.use_gpu": "maybe"}, "scale: use_gpu must be true or false, got 'maybe'"),
         (

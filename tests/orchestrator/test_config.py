@@ -9,6 +9,7 @@ from moe.layer import MoEConfig
 from moe.models import AstroformerConfig, TwoTowersConfig
 from moe.presets import PRESETS
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig, TrainConfig
+from orchestrator.data.augment import CutMixConfig
 from orchestrator.schedules import CooldownConfig, CosineConfig, LinearConfig, RsqrtConfig, ScheduleConfig
 from orchestrator.tasks import ContrastiveConfig
 
@@ -27,8 +28,8 @@ TWO_TOWERS = TwoTowersConfig(image=AstroformerConfig())
         ),
         (
             RunConfig,
-            {"data": DataConfig(cutmix=1.0), "train": TrainConfig(microbatch=1)},
-            "mixup and cutmix mix pairs of images: the 1 images of one forward pass must be even",
+            {"data": DataConfig(augment=(CutMixConfig(),)), "train": TrainConfig(microbatch=1)},
+            "cutmix mixes pairs of images: the 1 images of one forward pass must be even",
         ),
         (RunConfig, {"name": "../escaped/run"}, "name '../escaped/run': '..': begin with a letter or digit"),
         (

@@ -1,12 +1,15 @@
-"""The product without its guests."""
+"""The product without its guests, and beside packages that have their names."""
+
+from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
 
 from tests.jobs.bare import run_bare
 
+ROOT = Path(__file__).parents[2]
 LIST = """
 import runpy, sys
-sys.modules["papers"] = None
 from moe.presets import PRESETS
 for name in [*PRESETS][1:]:
     del PRESETS[name]  # their costs take half a minute
@@ -19,7 +22,23 @@ print(*SWEEPS, *SCALES, DRAWABLE, published("imagenet/acc1", "cost/params"))
 
 
 @pytest.mark.smoke
-def test_without_the_papers_the_product_has_its_own_sweeps_and_scales() -> None:
-    done = run_bare("-c", LIST)
+def test_without_guests_the_product_has_its_own_sweeps_and_scales(tmp_path: Path) -> None:
+    for package in ("moe", "orchestrator", "jobs"):
+        copytree(ROOT / package, tmp_path / package, ignore=ignore_patterns("__pycache__"))
+    done = run_bare("-c", LIST, root=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "quickstart study modern upcycle language tiny cifar {} ()"
+    assert done.stdout.splitlines()[-1] == "quickstart study modern upcycle tiny cifar {} ()"
+    commands = run_bare("-c", "from jobs._main import COMMANDS; print(*COMMANDS)", root=tmp_path).stdout
+    assert {"sweep", "train"} < {*commands.split()}
+    assert not {"study", "inspect-routing"} & {*commands.split()}
+
+
+def test_another_package_of_the_name_of_a_guest_is_none(tmp_path: Path) -> None:
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "__init__.py").write_text("raise RuntimeError('loaded')")
+    done = run_bare(
+        "-c",
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from moe.guests import guests; print(*(guest.__name__ for guest in guests()))",
+    )
+    assert (done.returncode, done.stdout) == (0, "wings\n"), done.stderr

@@ -137,7 +137,7 @@ def test_an_observation_repeats(places: list[tuple[str, Place]]) -> None:
         "train.ema.decay": 0.5,
         "train.fewshot.shots": (1,),
         "train.eval_every": 1,
-        "data.mixup": 0.5,
+        "data.augment": "mixup",
         "scale.profile_steps": 1,
     }
     for effect in RUN:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import log
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,8 @@ def _settings(run: RunConfig) -> dict[str, str | float | None]:
     """The run under the names of the table's columns, as far as it is published there."""
     model, train, data = run.model, run.train, run.data
     decay, moe = train.optimizer, model.moe
+    members: dict[str, Any] = {member.kind: member for member in data.augment}
+    distorts = members.get("randaugment")
     warmup, cooldown = train.schedule.phases(train.steps)
     found: dict[str, str | float | None] = {
         "image_size": model.image_size,
@@ -150,9 +153,9 @@ def _settings(run: RunConfig) -> dict[str, str | float | None]:
         "label_smoothing": run.task.smoothing,
         "optimizer": {"adamw": "adam", "lamb": "FusedLAMB"}.get(decay.kind, decay.kind),
         "loss": run.task.loss,
-        "augment": {"inception": "inception_crop+flip"}.get(data.augment, data.augment),
-        "randaugment": f"{data.randaugment},{data.randaugment_magnitude}" if data.randaugment else None,
-        "mixup": data.mixup or None,
+        "augment": "inception_crop+flip" if "inception" in members else "none",
+        "randaugment": f"{distorts.operations},{distorts.magnitude}" if distorts else None,
+        "mixup": members["mixup"].alpha if "mixup" in members else None,
         "dtype_first_moment": getattr(decay, "state_dtype", None),
         "dropout": moe.expert_dropout if moe else 0.0,
         "family": model.family(),

@@ -20,12 +20,10 @@ import torch
 from mlflow.exceptions import MlflowException
 
 from orchestrator import storage
-from orchestrator.checkpoint import manager
-from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint import manager, manifest as manifests
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.sweeps import driver, publish
-from orchestrator.sweeps import run as sweep_run
+from orchestrator.sweeps import driver, publish, run as sweep_run
 from orchestrator.sweeps.budget import SAVE_EVERY_S
 from orchestrator.sweeps.driver import SweepOptions
 from orchestrator.sweeps.engine import RESTARTS
@@ -36,8 +34,7 @@ from orchestrator.tracking.base import unsent
 from orchestrator.tracking.find import KEY, record_of
 from orchestrator.tracking.lost import set_right
 from orchestrator.tracking.sync import MEASURED, REMOVABLE
-from orchestrator.training import fit as fit_file
-from orchestrator.training import loop, notice, worker
+from orchestrator.training import fit as fit_file, loop, notice, worker
 from orchestrator.training.lock import holder_of
 from orchestrator.training.measurements import measurements, write_measurement
 from orchestrator.training.metrics import Meter

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe.adapt import shapes_of
-from moe.load import CONFIG, WEIGHTS
+from moe.exported import CONFIG, WEIGHTS
 from moe.model import ModelConfig
 from moe.models.vit import ViTConfig
 from moe.signature import SIGNATURE, read_signature

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe.dense import sincos2d
-from moe.load import CONFIG, WEIGHTS
+from moe.exported import CONFIG, WEIGHTS
 from moe.models.vit import ViTConfig
 from moe.signature import SIGNATURE
 from orchestrator import storage

@@ -4,16 +4,34 @@ from typing import Any
 
 from orchestrator.codec import override
 from orchestrator.sweeps.arms import Arm, moe, named
-from orchestrator.sweeps.scales import Changes, Scale, in_image_tower
+from orchestrator.sweeps.scales import TINY, Changes, Scale, vit_size
 from orchestrator.sweeps.sweep import Sweep
-from papers.scales import last_half_of_image
+from papers.soft_moe.contrastive.scales import last_half_of_image
 from papers.soft_moe.sweeps import printed_size
+from wings.image_text.towers import beside_towers, in_image_tower
 
 # Table 3: the experts of Soft MoE with one slot each, where they are not those of other sizes.
 _TABLE_3_EXPERTS = {"S14": 256, "H14": 256}
 
 
-@named
+_TINY_TEXT = {  # 18 epochs of the digits with captions
+    "model.kind": "two_towers",
+    **in_image_tower({"model.image_size": 8, "model.patch_size": 2, **vit_size(32, 2, 2)}),
+    "model.text.width": 32,
+    "model.text.depth": 1,
+    "model.text.heads": 2,
+    "model.text.mlp_dim": 64,
+    "model.text.vocabulary": 64,  # about that of the captions
+    "task.kind": "contrastive",
+    "train.steps": 400,
+    "train.report_every": 50,
+}
+_SMALL_TOWERS = {name: in_image_tower(vit_size(width, 2, 2)) for name, width in (("w16", 16), ("w32", 32))}
+for _sweep in ("lit", "laion", "augmentation_contrastive"):
+    TINY.add(_sweep, base=_TINY_TEXT, sizes=_SMALL_TOWERS, data="digits-captions")
+
+
+@named(task="contrastive", from_models=beside_towers)
 def lit(scale: Scale) -> Sweep:
     """Text towers trained beside frozen image towers: which tower is the better representation?
 
@@ -35,7 +53,7 @@ def lit(scale: Scale) -> Sweep:
     return Sweep(base=base, arms=arms, claims=claims, published=published)
 
 
-@named
+@named(task="contrastive")
 def laion(scale: Scale) -> Sweep:
     """Images and captions from scratch: dense models, Experts Choice and Soft MoE.
 
@@ -56,7 +74,7 @@ def laion(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, claims=claims)
 
 
-@named
+@named(task="contrastive")
 def augmentation_contrastive(scale: Scale) -> Sweep:
     """Images resized or cropped at random, for each family: who gains from augmentation?
 

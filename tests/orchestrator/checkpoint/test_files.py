@@ -12,8 +12,7 @@ from torch import nn
 
 from moe.models.vit import ViT
 from orchestrator import storage
-from orchestrator.checkpoint import files
-from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint import files, manifest as manifests
 from orchestrator.checkpoint.files import load_state, state_of
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.codec import override, to_dict

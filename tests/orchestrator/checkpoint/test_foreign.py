@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe.load import load
+from moe.exported import load
 from orchestrator.checkpoint.foreign import plan_import, write_import
 from orchestrator.errors import UsageError
 from tests.orchestrator.checkpoint.foreign_files import GOLDENS, configured, expected_of, imported, rewritten

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe.load import load
+from moe.exported import load
 from orchestrator.checkpoint.foreign import import_once, plan_import, write_import
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import model_location

@@ -10,8 +10,7 @@ import torch
 
 from moe.parallel import local_part
 from orchestrator import storage
-from orchestrator.checkpoint import manager
-from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint import manager, manifest as manifests
 from orchestrator.checkpoint.files import state_of
 from orchestrator.checkpoint.manager import Checkpoints, NotFiniteError, Snapshot
 from orchestrator.config import CheckpointConfig

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from moe.load import load
+from moe.exported import load
 from moe.model import Model
 from moe.presets import preset
 from orchestrator.checkpoint.card import preprocessor

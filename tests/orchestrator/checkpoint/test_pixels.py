@@ -14,8 +14,8 @@ from torch import Tensor
 
 from orchestrator.checkpoint.card import PREPROCESSOR, preprocessor
 from orchestrator.checkpoint.foreign import plan_import
-from orchestrator.codec import read_config, to_dict
-from orchestrator.config import DataConfig, RunConfig
+from orchestrator.codec import read_config
+from orchestrator.config import DataConfig
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import Transform
 from tests.parts import library
@@ -96,18 +96,6 @@ def test_readers_of_our_models_see_our_pixels(tmp_path: Path) -> None:
             assert (ours(data, content) - of_timm).abs().mean() < 1e-3, (crop, sides)
             agree += bool((of_transformers - of_timm).abs().mean() < 1e-3)
         assert agree > len(SIDES) / 2  # they round half a pixel differently
-
-
-def test_configs_of_earlier_versions_keep_their_pixels() -> None:
-    """They do not name the rounding, and cropped parts of a pixel."""
-    config = to_dict(RunConfig())
-    assert config["data"].pop("eval_pixels") == "whole"
-    old = read_config(RunConfig, config).data
-    assert old.eval_pixels == "parts"
-    (_, content), parts = image_of(50, 37), Transform(size=SIZE, eval_pixels="parts")
-    assert torch.equal(ours(old, content), normalize(parts(content)[None])[0])
-    assert not torch.equal(ours(old, content), ours(DataConfig(), content))
-    assert read_config(RunConfig, to_dict(RunConfig())).data.eval_pixels == "whole"
 
 
 def test_a_thin_image_is_cropped_before_it_is_resized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe.load import load
+from moe.exported import load
 from moe.models.two_towers import ImageText
 from moe.models.zero_shot import embed_classes
 from orchestrator.checkpoint.foreign import plan_import, write_import

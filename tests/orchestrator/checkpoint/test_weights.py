@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe.exported import CONFIG, WEIGHTS, load as load_exported
 from moe.layer import MoEConfig
-from moe.load import CONFIG, WEIGHTS
-from moe.load import load as load_exported
 from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh
 from moe.routers import SoftConfig

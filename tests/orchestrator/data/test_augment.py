@@ -11,7 +11,16 @@ import torch
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
-from orchestrator.data.augment import OPERATIONS, color_jitter, draw, erase, randaugment, three_augment
+from orchestrator.data.augment import (
+    ColorJitterConfig,
+    CutMixConfig,
+    MixupConfig,
+    RandAugmentConfig,
+    RandomErasingConfig,
+    ThreeAugmentConfig,
+)
+from orchestrator.data.augment.base import draw
+from orchestrator.data.augment.randaugment import OPERATIONS
 from orchestrator.tasks.classification import mix_images, partners
 from tests.orchestrator.data.images import RGB
 
@@ -19,9 +28,10 @@ LARGE = RGB.resize((224, 224), Image.Resampling.BILINEAR)
 
 SIZE = 12
 KEYS = [f"0/3/image-{n}" for n in range(600)]
-MIXUP = draw(KEYS, mixup=0.4, cutmix=0, size=SIZE)
-CUTMIX = draw(KEYS, mixup=0, cutmix=1.0, size=SIZE)
-BOTH = draw(KEYS, mixup=0.4, cutmix=1.0, size=SIZE)
+MIXES = MixupConfig(alpha=0.4), CutMixConfig()
+MIXUP = draw(MIXES[:1], KEYS, SIZE)
+CUTMIX = draw(MIXES[1:], KEYS, SIZE)
+BOTH = draw(MIXES, KEYS, SIZE)
 
 
 def by_loop(images: Tensor, draws: np.ndarray) -> Tensor:
@@ -141,8 +151,8 @@ def test_ranges_in_pixels_grow_with_the_image() -> None:
 
 def test_operations_and_signs_are_drawn_evenly() -> None:
     """Squares that are cut out differ from draw to draw; they are what remains."""
-    rng, image = Random(0), as_tensor(RGB)
-    found = [randaugment(image, 1, 15, rng).numpy().tobytes() for _ in range(1600)]
+    rng, image, once = Random(0), as_tensor(RGB), RandAugmentConfig(operations=1, magnitude=15)
+    found = [once.apply(image, rng).numpy().tobytes() for _ in range(1600)]
     possible = {
         OPERATIONS[name](image, 1.5, Random(seed)).numpy().tobytes(): 50 if name in SIGNED else 100
         for name in OPERATIONS
@@ -159,12 +169,12 @@ def test_operations_and_signs_are_drawn_evenly() -> None:
 
 def test_operations_follow_one_another() -> None:
     rng, same, image = Random(3), Random(3), as_tensor(RGB)
-    twice = randaugment(randaugment(image, 1, 9, rng), 1, 9, rng)
-    assert torch.equal(randaugment(image, 2, 9, same), twice)
-    assert torch.equal(randaugment(image, 0, 9, same), image)
+    once, both = (RandAugmentConfig(operations=count, magnitude=9) for count in (1, 2))
+    assert torch.equal(both.apply(image, same), once.apply(once.apply(image, rng), rng))
     assert torch.equal(image, as_tensor(RGB))
     for n in range(60):
-        pixel = randaugment(torch.full((3, 1, 1), 200, dtype=torch.uint8), 3, 30, Random(n))
+        strong = RandAugmentConfig(operations=3, magnitude=30)
+        pixel = strong.apply(torch.full((3, 1, 1), 200, dtype=torch.uint8), Random(n))
         assert pixel.shape == (3, 1, 1)
 
 
@@ -173,7 +183,7 @@ def test_three_augment_is_one_of_three_as_in_deit() -> None:
     image, counts = as_tensor(LARGE), Counter[str]()
     grey, solarized = LARGE.convert("L").convert("RGB"), ImageOps.solarize(LARGE, 128)
     for n in range(60):
-        found, rng = three_augment(image, Random(n)), Random(n)
+        found, rng = ThreeAugmentConfig().apply(image, Random(n)), Random(n)
         rng.randrange(3)
         blurred = LARGE.filter(ImageFilter.GaussianBlur(rng.uniform(0.1, 2)))
         expected = {"grey": (grey, 1), "solarized": (solarized, 0), "blurred": (blurred, 6)}
@@ -189,9 +199,10 @@ def test_blur_shrinks_with_the_image() -> None:
     """At 8 pixels, a blur of at most 0.07 pixels changes nothing, and images of any size can be blurred."""
     blur = next(n for n in range(20) if Random(n).randrange(3) == 2)
     small = torch.randint(0, 256, (3, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    assert torch.equal(three_augment(small, Random(blur)), small)
+    assert torch.equal(ThreeAugmentConfig().apply(small, Random(blur)), small)
     for side in (1, 2, 31):
-        assert three_augment(torch.zeros(3, side, side, dtype=torch.uint8), Random(blur)).shape[1] == side
+        black = torch.zeros(3, side, side, dtype=torch.uint8)
+        assert ThreeAugmentConfig().apply(black, Random(blur)).shape[1] == side
 
 
 def test_jitter_changes_three_things_in_any_order() -> None:
@@ -203,22 +214,22 @@ def test_jitter_changes_three_things_in_any_order() -> None:
         expected = RGB
         for name in order:
             expected = adjust[name](expected).enhance(rng.uniform(0.7, 1.3))
-        off = (color_jitter(image, 0.3, Random(n)).int() - as_tensor(expected).int()).abs()
+        off = (ColorJitterConfig().apply(image, Random(n)).int() - as_tensor(expected).int()).abs()
         assert off.max() <= 4, (n, order)
         found.add("".join(order))
     assert len(found) == 6
 
 
 def test_erasing_makes_noise_of_a_rectangle() -> None:
-    image = torch.full((3, 40, 60), 100, dtype=torch.uint8)
+    image, always = torch.full((3, 40, 60), 100, dtype=torch.uint8), RandomErasingConfig(fraction=1.0)
     for n in range(100):
-        changed = (erase(image, Random(n)) != image).any(0)
+        changed = (always.apply(image, Random(n)) != image).any(0)
         rows, columns = changed.any(1).nonzero(), changed.any(0).nonzero()
         h, w = (int(found.max() - found.min() + 1) for found in (rows, columns))
         assert 0.97 * h * w <= changed.sum() <= h * w, "inside, 1 of 256^3 pixels stays"
         assert 0.01 < h * w / 2400 < 0.36
         assert 0.25 < h / w < 4
-    noise = erase(torch.zeros(3, 200, 200, dtype=torch.uint8), Random(0))
+    noise = always.apply(torch.zeros(3, 200, 200, dtype=torch.uint8), Random(0))
     assert abs(noise[noise > 0].float().mean() - 128) < 3
     assert torch.equal(image, torch.full_like(image, 100))
 
@@ -236,11 +247,11 @@ def test_pixels_are_those_of_the_definition(draws: np.ndarray) -> None:
 
 
 def test_without_mixup_and_cutmix_images_are_unchanged() -> None:
-    draws = draw(KEYS[:5], mixup=0, cutmix=0, size=SIZE)  # any number of images
+    draws = draw((), KEYS[:5], SIZE)  # any number of images
     assert draws.tolist() == [[1, 0, 0, 0, 0]] * 5
     images = random_images(4)
     assert torch.equal(mix_images(images, torch.from_numpy(draws[:4])), images)
-    assert draw([], mixup=1, cutmix=0, size=SIZE).shape == (0, 5)
+    assert draw(MIXES, [], SIZE).shape == (0, 5)
 
 
 def test_the_weight_is_the_fraction_of_own_pixels() -> None:
@@ -279,9 +290,9 @@ def test_weights_have_the_distribution_of_mixup() -> None:
 
 def test_draws_depend_only_on_the_keys_of_a_pair() -> None:
     """The place in the batch, other images and the order of calls do not matter."""
-    elsewhere = draw([*KEYS[100:104], *KEYS[20:24]], mixup=0.4, cutmix=1.0, size=SIZE)
+    elsewhere = draw(MIXES, [*KEYS[100:104], *KEYS[20:24]], SIZE)
     np.testing.assert_array_equal(elsewhere, np.concatenate([BOTH[100:104], BOTH[20:24]]))
-    assert not np.array_equal(draw([KEYS[0], KEYS[2]], mixup=0.4, cutmix=1.0, size=SIZE), BOTH[:2])
+    assert not np.array_equal(draw(MIXES, [KEYS[0], KEYS[2]], SIZE), BOTH[:2])
 
 
 def test_partners_are_neighbours() -> None:

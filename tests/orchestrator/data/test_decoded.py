@@ -9,6 +9,7 @@ import torch
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data import decoded
+from orchestrator.data.augment import CropConfig, CropFlipConfig, InceptionConfig
 from orchestrator.data.batch import Batch
 from orchestrator.data.decoded import decoded_split
 from orchestrator.data.images import Transform
@@ -73,8 +74,8 @@ def test_memory_is_bounded(noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = open_stream(override(RunConfig(), {"data.path": noise, "data.batch_size": 4}), "val", 0, 1).data
     assert decoded_split(data, "val", Transform(size=32))
     assert decoded_split(data, "val", Transform(size=33)) is None
-    for augment in ("inception", "crop", "crop_flip"):
-        assert decoded_split(data, "val", Transform(size=32, augment=augment)) is None
+    for crop in (InceptionConfig(), CropConfig(), CropFlipConfig()):
+        assert decoded_split(data, "val", Transform(size=32, augment=(crop,))) is None
     assert decoded_split.cache_info().maxsize == decoded.SPLITS
     monkeypatch.setattr(decoded, "SPLIT_BYTES", ROWS * 3 * 8 * 8)
     assert decoded_split(data, "val", Transform(size=8, eval_crop=0.5))

@@ -19,9 +19,20 @@ import torch
 from PIL import AvifImagePlugin, Image, ImageOps, WebPImagePlugin, features
 from torchvision.transforms.v2 import functional as tv
 
-from orchestrator.data.augment import color_jitter, erase, randaugment, three_augment
+from orchestrator.data.augment import (
+    AugmentationConfig,
+    ColorJitterConfig,
+    CropConfig,
+    CropFlipConfig,
+    FlipConfig,
+    InceptionConfig,
+    RandAugmentConfig,
+    RandomErasingConfig,
+    ShiftConfig,
+    ThreeAugmentConfig,
+)
 from orchestrator.data.batch import normalize
-from orchestrator.data.images import BadImage, Picture, Transform, decode, inception_box, may_be_image
+from orchestrator.data.images import BadImage, Picture, Transform, decode, may_be_image
 from tests.orchestrator.data.images import IMAGES, JPEG, RGB, WORDS, encoded, exif, pixels, raw_png
 
 LARGE = RGB.resize((1008, 800), Image.Resampling.BILINEAR)
@@ -275,7 +286,7 @@ def white(height: int, width: int, kind: str = "PNG") -> bytes:
     return encoded(np.full((height, width, 3), 255), kind)
 
 
-INCEPTION = Transform(size=16, augment="inception")
+INCEPTION = Transform(size=16, augment=(InceptionConfig(),))
 SQUARE = encoded(coordinates(256, 256))
 
 
@@ -293,9 +304,9 @@ def test_exif_turns_before_the_crop() -> None:
     np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), turned)
 
 
-@pytest.mark.parametrize("augment", ["none", "crop", "inception"])
+@pytest.mark.parametrize("augment", [(), (CropConfig(),), (InceptionConfig(),)])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 90), (90, 1), (7, 200), (33, 32)])
-def test_crops_stay_inside(height: int, width: int, augment: str) -> None:
+def test_crops_stay_inside(height: int, width: int, augment: tuple[AugmentationConfig, ...]) -> None:
     """Pixels outside of the image would be black."""
     content, transform = white(height, width), Transform(size=6, augment=augment)
     for n in range(30):
@@ -310,7 +321,7 @@ def test_randomness_depends_only_on_the_key() -> None:
     assert torch.equal(INCEPTION(image, "a"), INCEPTION(image, "a"))
     assert len({INCEPTION(image, str(n)).numpy().tobytes() for n in range(50)}) == 50
     rng = Random(int.from_bytes(b"key" + hashlib.sha512(b"key").digest(), "big"))
-    assert box("key")[1] == pytest.approx(inception_box(256, 256, rng).width / 256, rel=0.02)
+    assert box("key")[1] == pytest.approx(InceptionConfig().box(256, 256, rng).width / 256, rel=0.02)
 
 
 def box(key: str) -> tuple[float, float, bool]:
@@ -371,9 +382,9 @@ def test_an_image_of_the_right_size_stays_as_it_is() -> None:
     assert normalize(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [-1, 1]
 
 
-@pytest.mark.parametrize("augment", ["none", "inception"])
+@pytest.mark.parametrize("augment", [(), (InceptionConfig(),)])
 def test_large_jpegs_show_the_same_as_when_decoded_whole(
-    augment: str, monkeypatch: pytest.MonkeyPatch
+    augment: tuple[AugmentationConfig, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They differ by up to half a pixel, because the box is rounded to the smaller image's pixels."""
     content, transform = noise(1203, 1601, "JPEG"), Transform(size=40, augment=augment)
@@ -391,33 +402,34 @@ def test_one_pixel_of_a_large_jpeg() -> None:
 
 def test_randaugment_comes_after_crop_and_flip() -> None:
     content = noise(90, 120)
-    changed = Transform(size=16, augment="inception", randaugment=2)(content, "a")
+    changed = Transform(size=16, augment=(InceptionConfig(), RandAugmentConfig()))(content, "a")
     rng = Random("a")
-    inception_box(90, 120, rng)
+    InceptionConfig().box(90, 120, rng)
     rng.random()
-    assert torch.equal(changed, randaugment(INCEPTION(content, "a"), 2, 10, rng))
+    assert torch.equal(changed, RandAugmentConfig().apply(INCEPTION(content, "a"), rng))
 
 
 def test_the_recipe_of_deit_comes_in_its_order() -> None:
     content = noise(90, 120)
-    fields = {"three_augment": True, "color_jitter": 0.3, "random_erasing": 1.0}
-    changed = Transform(size=16, augment="inception", **fields)(content, "a")
+    deit = ThreeAugmentConfig(), ColorJitterConfig(strength=0.3), RandomErasingConfig(fraction=1.0)
+    changed = Transform(size=16, augment=(InceptionConfig(), *deit))(content, "a")
     rng = Random("a")
-    inception_box(90, 120, rng)
+    InceptionConfig().box(90, 120, rng)
     rng.random()
-    coloured = color_jitter(three_augment(INCEPTION(content, "a"), rng), 0.3, rng)
-    rng.random()
-    assert torch.equal(changed, erase(coloured, rng))
-    half = Transform(size=16, random_erasing=0.5)
+    expected = INCEPTION(content, "a")
+    for member in deit:
+        expected = member.apply(expected, rng)
+    assert torch.equal(changed, expected)
+    half = Transform(size=16, augment=(RandomErasingConfig(fraction=0.5),))
     found = [torch.equal(half(noise(16, 16), str(n)), decode(noise(16, 16))) for n in range(300)]
     assert 0.4 < sum(found) / 300 < 0.6
-    assert all(Transform(size=16, **{name: value}).varies() for name, value in fields.items())
+    assert all(Transform(size=16, augment=(member,)).varies() for member in deit)
 
 
 def test_flips_are_half_of_the_images() -> None:
     content = encoded(coordinates(16, 16))
     plain, mirrored = decode(content), decode(content).flip(2)
-    found = [Transform(size=16, augment="flip")(content, str(n)) for n in range(300)]
+    found = [Transform(size=16, augment=(FlipConfig(),))(content, str(n)) for n in range(300)]
     assert all(torch.equal(image, plain) or torch.equal(image, mirrored) for image in found)
     assert 0.4 < sum(torch.equal(image, mirrored) for image in found) / 300 < 0.6
 
@@ -428,9 +440,9 @@ def test_crops_of_fine_tuning_keep_six_sevenths_of_both_sides() -> None:
     boxes = [coordinates(14, 28)[y : y + 12, x : x + 24] for y in range(3) for x in range(5)]
     whole = Transform(size=12, eval_resize="square", eval_crop=1)
     expected = {whole(encoded(box)).numpy().tobytes(): box for box in boxes}
-    found = [Transform(size=12, augment="crop")(content, str(n)) for n in range(300)]
+    found = [Transform(size=12, augment=(CropConfig(),))(content, str(n)) for n in range(300)]
     assert {image.numpy().tobytes() for image in found} == expected.keys()
-    both = [Transform(size=12, augment="crop_flip")(content, str(n)) for n in range(300)]
+    both = [Transform(size=12, augment=(CropFlipConfig(),))(content, str(n)) for n in range(300)]
     mirrored = sum(image.flip(2).numpy().tobytes() in expected for image in both)
     assert mirrored + sum(image.numpy().tobytes() in expected for image in both) == 300
     assert 0.4 < mirrored / 300 < 0.6
@@ -440,7 +452,7 @@ def test_shifts_are_every_one_of_up_to_an_eighth_of_the_side() -> None:
     content = noise(16, 16)
     plain, found = decode(content), set()
     for n in range(400):
-        shifted = Transform(size=16, augment="shift")(content, str(n))
+        shifted = Transform(size=16, augment=(ShiftConfig(),))(content, str(n))
         for down, right in itertools.product(range(-2, 3), repeat=2):
             expected = tv.affine(plain, 0, [right, down], 1, [0])
             if torch.equal(shifted, expected):
@@ -452,6 +464,6 @@ def test_shifts_are_every_one_of_up_to_an_eighth_of_the_side() -> None:
 
 
 def test_kept_images_are_not_changed() -> None:
-    content, transform = noise(16, 16), Transform(size=16, randaugment=2)
+    content, transform = noise(16, 16), Transform(size=16, augment=(RandAugmentConfig(),))
     transform(content, "a")
     assert torch.equal(Transform(size=16)(content), decode(content))

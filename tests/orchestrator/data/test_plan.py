@@ -9,8 +9,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -148,9 +147,9 @@ def test_a_mixed_pair_is_never_one_sample() -> None:
         mixes = any(a == b for step in steps for a, b in zip(step[::2], step[1::2], strict=True))
         changes = {"data.batch_size": batch, "data.lanes": lanes, "data.repeats": repeats}
         run = override(RunConfig(), {"model.moe": None, **changes})
-        message = f"data.repeats={repeats} with mixup or cutmix: data.lanes={lanes} would mix images with"
+        message = f"data.repeats={repeats} with mixup: data.lanes={lanes} would mix images with"
         with pytest.raises(UsageError, match=message) if mixes else nullcontext():
-            override(run, {"data.mixup": 0.5})
+            override(run, {"data.augment": "mixup"})
 
 
 def test_epochs_and_seeds_differ() -> None:

@@ -64,8 +64,12 @@ def read_all(
 @pytest.mark.parametrize(
     ("workers", "changes", "steps"),
     [
-        (1, {"data.augment": "inception", "data.mixup": 1.0}, range(7, 90)),  # 9 blocks in 2 executions
-        (3, {"data.augment": "inception", "data.cutmix": 1.0}, range(7, 90)),
+        (
+            1,
+            {"data.augment": "inception,mixup", "data.augment.mixup.alpha": 1.0},
+            range(7, 90),
+        ),  # 9 blocks in 2 executions
+        (3, {"data.augment": "inception,cutmix"}, range(7, 90)),
         (2, {"model.image_size": 512}, range(3)),  # two blocks a step
     ],
     ids=["one worker", "three", "parts of a step"],

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from orchestrator.data.index import sample_ids
 from orchestrator.data.samples import Part, Table, choose_validation, warn_if_sorted

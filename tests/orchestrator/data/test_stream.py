@@ -78,9 +78,8 @@ def test_images_come_in_the_order_of_the_plan_with_their_labels(pack_greys: Pack
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_together_read_what_one_reads(workers: int, digits: str) -> None:
-    change = {"data.augment": "inception", "data.randaugment": 2, "data.mixup": 0.8, "data.cutmix": 1.0}
-    change |= {"data.three_augment": True, "data.color_jitter": 0.3, "data.random_erasing": 0.5}
-    change |= {"data.repeats": 3}
+    members = "inception,randaugment,three_augment,color_jitter,random_erasing,mixup,cutmix"
+    change = {"data.augment": members, "data.repeats": 3}
     run = greys_run(digits, **change, **{"data.batch_size": 12})
     (alone,) = workers_of(run, 1)
     parts = [in_process(stream, range(5, 9)) for stream in workers_of(run, workers)]
@@ -96,7 +95,7 @@ def test_views_of_an_image_differ(size: int, tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (4, size, size, 3), dtype=np.uint8)
     path = pack(tmp_path, [png(image) for image in noise])
     changes = {"model.image_size": size, "model.patch_size": 4, "data.lanes": 3, "data.repeats": 3}
-    run = greys_run(path, **changes, **{"data.color_jitter": 0.5})
+    run = greys_run(path, **changes, **{"data.augment.color_jitter.strength": 0.5})
     (stream,) = workers_of(run, 1)
     batches = concatenated([*in_process(stream, range(8))])
     of = {sample: batches["image"][batches.sample == sample] for sample in batches.sample.tolist()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe.load import load
+from moe.exported import load
 from orchestrator import storage
 from orchestrator.checkpoint.manifest import find_checkpoint
 from orchestrator.checkpoint.models import ModelRef, read_model
@@ -282,7 +282,7 @@ def test_loading_reads_the_weights_once(
     ids=str,
 )
 def test_damaged_metadata_of_an_export(change: dict[str, Any], trained_home: Path, tmp_path: Path):
-    """One clear error, of `moe.load` too where it reads what is damaged."""
+    """One clear error, of `moe.exported` too where it reads what is damaged."""
     whole = read_metadata(f"{trained_home}/soft.safetensors")
     if width := change.get("model.width"):
         config = json.loads(whole["config"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe.load import load
+from moe.exported import load
 from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import read_metadata, write_file
 from orchestrator.errors import UsageError

@@ -14,6 +14,7 @@ from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.start import start_from, start_report
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.data.augment import InceptionConfig
 from orchestrator.data.stream import in_order, in_process
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.finetune import (
@@ -65,7 +66,7 @@ def test_the_recipe(trained: ModelRef) -> None:
 def test_the_published_size(trained: ModelRef) -> None:
     run = finetune_run(trained, size=SIZES["published"])
     assert (run.train.steps, run.data.batch_size, run.model.image_size) == (10_000, 1024, 384)
-    assert run.data.augment == "inception"
+    assert run.data.augment == (InceptionConfig(),)
     rates = [run.train.schedule.rate(step, peak=3e-3, total=10_000) for step in (250, 500, 10_000)]
     assert rates == pytest.approx([1.5e-3, 3e-3, 1e-5])
 

@@ -1,7 +1,6 @@
 """The scheduler in a plain Tuner, with a function that uses nothing of this project."""
 
 import math
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from ray import tune
 
 from orchestrator.frontier.pareto import hypervolume_2d
 from orchestrator.sweeps.scheduler import OUTCOME, FrontierScheduler
-from orchestrator.sweeps.search import ArmSearcher, OptunaSearch
 from orchestrator.training.notice import Stopped
 from tests.orchestrator.sweeps.plain_trainable import COST, STEPS, quality, train
 
@@ -111,33 +109,3 @@ def test_known_results_are_not_trained_again(tmp_path: Path) -> None:
     assert scheduler.spent == 0
     assert len(results) == 2
     assert not list(tmp_path.glob("good0-*"))
-
-
-@pytest.mark.smoke
-def test_a_search_draws_arms_when_there_is_room(tmp_path: Path) -> None:
-    """Two trials at a time on two CPUs. Stopped trials count with their prediction; Optuna has none open."""
-
-    def space(trial: Any) -> dict[str, Any]:
-        arm = trial.suggest_categorical("arm", list(COST))
-        return {"arm": arm, "seed": 0, "folder": str(tmp_path), "dies_at": 0}
-
-    search = OptunaSearch(space, count=6, sampler="tpe", seed=0)
-    scheduler = FrontierScheduler(
-        cost=lambda config: COST[config["arm"]],
-        steps=lambda config: STEPS,
-        metric="quality",
-        time_attr="step",
-    )
-    searcher = ArmSearcher(
-        search,
-        quality="quality",
-        cost=lambda config: COST[config["arm"]],
-        wanted=lambda: scheduler.wants_more,
-        predicted=scheduler.predicted,
-    )
-    fit(tmp_path, tune.TuneConfig(scheduler=scheduler, search_alg=searcher, num_samples=-1))
-    assert len(scheduler.queue.states) == 6
-    # An arm that was drawn again before there was any result failed.
-    states = Counter(trial.state.name for trial in search._study.trials)
-    assert states["COMPLETE"] >= 6
-    assert states.keys() <= {"COMPLETE", "FAIL"}

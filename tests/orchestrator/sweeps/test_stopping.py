@@ -7,8 +7,7 @@ from itertools import count, islice
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from orchestrator.frontier.pareto import hypervolume_2d
 from orchestrator.sweeps.queue import TrialQueue, TrialState

@@ -33,9 +33,13 @@ def test_a_row_changes_what_it_says(digits: str, tmp_path: Path) -> None:
     every += "crop = true\nflip = false\nrates = [0.5]"
     first, second = read_suite(written(tmp_path, digits, every, 'name = "b"\npath = "digits"'))
     path = str(tmp_path / "digits")
-    assert first.changes() == {
+    changes = first.changes()
+    assert {name: changes.pop(name) for name in [*changes] if name.startswith("data.augment.")} == {
+        "data.augment.crop": {},
+        **{f"data.augment.{kind}": "none" for kind in ("inception", "crop_flip", "shift", "flip")},
+    }
+    assert changes == {
         "data.path": path,
-        "data.augment": "crop",
         "model.num_classes": 10,
         "model.image_size": 16,
         "train.lr": 0.5,
@@ -47,11 +51,18 @@ def test_a_row_changes_what_it_says(digits: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("crop", "flip", "augment"),
-    [(None, None, None), (None, True, "flip"), (True, True, "crop_flip"), (False, None, "none")],
+    [
+        (None, None, ["inception", "mixup"]),
+        (None, True, ["flip", "mixup"]),
+        (True, True, ["crop", "flip", "mixup"]),
+        (False, None, ["mixup"]),
+    ],
 )
-def test_crop_and_flip(digits: str, crop: bool | None, flip: bool | None, augment: str | None) -> None:
+def test_crop_and_flip(digits: str, crop: bool | None, flip: bool | None, augment: list[str]) -> None:
+    """They take the place of what the run of the others crops and mirrors."""
     row = SuiteRow(name="a", path=digits, crop=crop, flip=flip)
-    assert row.changes().get("data.augment") == augment
+    run = override(override(RunConfig(), {"data.augment": "inception,mixup"}), row.changes())
+    assert [member.kind for member in run.data.augment] == augment
 
 
 GOOD = 'name = "a"\npath = "digits"\n'

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.codec import flat, override, read_config, to_dict
-from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch
 from orchestrator.tasks import TaskConfig
 from orchestrator.training.loop import evaluate, train_step
@@ -62,12 +60,3 @@ def test_what_a_task_reports_is_described(task: str) -> None:
     assert own | measured <= {*run.task.described}
     assert run.task.quality in measured
     assert 0 <= run.task.chance(run.model) < 1
-
-
-def test_a_config_of_before_has_its_loss_in_the_task() -> None:
-    tree = to_dict(RunConfig())
-    del tree["task"]
-    tree["train"]["loss"] = "sigmoid"
-    run = read_config(RunConfig, tree)
-    assert flat(run)["task.loss"] == "sigmoid"
-    assert override(RunConfig(), {"train.loss": "sigmoid"}) == run

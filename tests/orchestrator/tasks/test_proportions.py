@@ -58,5 +58,5 @@ def test_the_model_must_give_what_the_task_reads() -> None:
 
     with pytest.raises(ValueError, match=r"'proportions' reads image, text, and .* gives logits"):
         RunConfig(task=Pairs())
-    with pytest.raises(UsageError, match=r"mixup and cutmix mix labels, of which .*'proportions'"):
-        override(RunConfig(), PROPORTIONS | {"data.mixup": 0.5})
+    with pytest.raises(UsageError, match=r"mixup mixes labels, of which .*'proportions'"):
+        override(RunConfig(), PROPORTIONS | {"data.augment": "mixup"})

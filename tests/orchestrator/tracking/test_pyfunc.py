@@ -136,7 +136,7 @@ def test_nothing_of_the_machine_goes_along(trained_home: Path, store: str, tmp_p
     client = open_reader(store).client
     source = client.get_model_version_by_alias("tiny", "pareto-knee").source
     files = [file for file in Path(source).rglob("*") if file.is_file()]
-    assert {"moe/load.py", "orchestrator/tracking/served.py"} <= {
+    assert {"moe/exported.py", "orchestrator/tracking/served.py"} <= {
         str(file.relative_to(f"{source}/code")) for file in files if "code" in file.parts
     }
     for file in files:

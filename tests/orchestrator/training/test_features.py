@@ -132,8 +132,7 @@ def test_an_interruption_computes_nothing_twice(lit: RunConfig, monkeypatch: pyt
         ({"train.freeze": ("image.blocks.",)}, False),
         ({"train.freeze": ()}, False),
         ({"data.augment": "flip"}, False),
-        ({"data.randaugment": 2}, False),
-        ({"data.random_erasing": 0.1}, False),
+        ({"data.augment": "randaugment"}, False),
         ({"model.image.moe.images_per_group": 2}, False),
     ],
 )

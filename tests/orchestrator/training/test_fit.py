@@ -23,8 +23,7 @@ from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
-from orchestrator.training import fit as fit_file
-from orchestrator.training import notice
+from orchestrator.training import fit as fit_file, notice
 from orchestrator.training.fit import (
     ATTEMPTS,
     MissingWorkers,
@@ -312,7 +311,7 @@ def test_a_pass_is_never_larger_and_holds_whole_groups():
 def test_a_pass_holds_whole_pairs_of_mixed_images(mixing, images):
     """90 images over 9 workers are 10 each; over 5 they are 18 each, and 9 is their largest odd divisor."""
     changes = {"data.batch_size": 90, "data.lanes": 90, "scale.workers": 9, "train.microbatch": 10}
-    run = override(RunConfig(), changes | {"model.moe": None, f"data.{mixing}": 1})
+    run = override(RunConfig(), changes | {"model.moe": None, "data.augment": mixing})
     small = resize(run, 5)
     assert small
     assert small.images_per_pass() == images

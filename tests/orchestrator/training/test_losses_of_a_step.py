@@ -8,7 +8,7 @@ from moe.init import mix
 from moe.models.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data import augment
+from orchestrator.data.augment.base import draw
 from orchestrator.data.batch import Batch, normalize
 from orchestrator.tasks.classification import mix_images, partners
 from orchestrator.training.loop import evaluate, train_step
@@ -27,7 +27,7 @@ def test_a_sigmoid_loss_is_summed_over_classes() -> None:
 
 
 def mixed_batch(run: RunConfig) -> Batch:
-    draws = augment.draw([str(n) for n in range(8)], mixup=run.data.mixup, cutmix=run.data.cutmix, size=8)
+    draws = draw(run.data.augment, [str(n) for n in range(8)], 8)
     return with_fields(random_batch(8), mix=torch.from_numpy(draws))
 
 
@@ -37,10 +37,10 @@ def one_step(run: RunConfig, batch: Batch) -> tuple[ViT, dict[str, float]]:
     return model, {name: value.item() for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("parameters", [{"mixup": 0.5}, {"mixup": 0.5, "cutmix": 1.0}])
-def test_loss_and_accuracy_are_those_of_mixed_images_and_soft_labels(parameters: dict[str, float]) -> None:
+@pytest.mark.parametrize("mixing", ["mixup", "mixup,cutmix"])
+def test_loss_and_accuracy_are_those_of_mixed_images_and_soft_labels(mixing: str) -> None:
     """The step is compared with images and labels that are mixed beforehand."""
-    run = small_run(**{f"data.{name}": value for name, value in parameters.items()})
+    run = small_run(**{"data.augment": mixing, "data.augment.mixup.alpha": 0.5})
     batch = mixed_batch(run)
     images = mix_images(normalize(batch["image"]), batch["mix"])
     logits = live_model(run)(images, keys_B=mix(batch.key, run.train.seed)).logits
@@ -57,7 +57,7 @@ def test_loss_and_accuracy_are_those_of_mixed_images_and_soft_labels(parameters:
 
 
 def test_pairs_of_mixed_images_stay_together_in_microbatches() -> None:
-    run = small_run(**{"data.mixup": 0.5, "data.cutmix": 1.0})
+    run = small_run(**{"data.augment": "mixup,cutmix", "data.augment.mixup.alpha": 0.5})
     batch = mixed_batch(run)
     model, metrics = one_step(run, batch)
     halved, same = one_step(override(run, {"train.microbatch": 4}), batch)

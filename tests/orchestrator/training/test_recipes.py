@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data import augment
+from orchestrator.data.augment.base import draw
 from orchestrator.data.batch import Batch
 from tests.orchestrator.as_one import Case, check_ranks_train_as_one
 from tests.orchestrator.training.batches import make_batch, with_fields
@@ -21,7 +21,7 @@ EXPERTS = {"model.moe.router.kind": "expert_choice"}
 RECIPES: dict[str, dict[str, Any]] = {
     "as it was": SOFT,
     "sigmoid": SOFT | {"task.loss": "sigmoid", "model.head_bias": -2.3},
-    "sigmoid, mixup": TOKENS | {"task.loss": "sigmoid", "data.mixup": 0.5},
+    "sigmoid, mixup": TOKENS | {"task.loss": "sigmoid", "data.augment.mixup.alpha": 0.5},
     "scale and head decay": SOFT
     | {"train.optimizer.weight_decay_scale": 0.3, "train.optimizer.weight_decay_head": 3.0},
     "all decays": TOKENS | {"train.optimizer.weight_decay": 0.3, "train.optimizer.decays": "all"},
@@ -45,7 +45,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model.moe.router.kind": "mixture",
         "model.moe.router.temperature_decay": 0.9,
     },
-    "several labels": SOFT | {"task.loss": "sigmoid", "data.mixup": 0.3},
+    "several labels": SOFT | {"task.loss": "sigmoid", "data.augment.mixup.alpha": 0.3},
     "loss-free, with a shared MLP": {
         "model.moe.router.kind": "top_k",
         "model.moe.router.score": "sigmoid",
@@ -83,12 +83,11 @@ def digits(run: RunConfig, several: bool, step: int, valid: int) -> Batch:
     label = torch.from_numpy(data.target[places]).long()
     batch = make_batch(grey.unsqueeze(1).repeat(1, 3, 1, 1), label, valid=valid)
     names = [f"{step}/{n}" for n in range(BATCH)]
-    draws = augment.draw(names, mixup=run.data.mixup, cutmix=run.data.cutmix, size=8)
+    draws = draw(run.data.augment, names, 8)
     if several:
         second = torch.where(batch.key % 3 == 0, (batch["label"][:, 0] + 1) % 10, -1)
         batch = with_fields(batch, label=torch.stack([batch["label"][:, 0], second], 1))
-    mixing = run.data.mixup or run.data.cutmix
-    return with_fields(batch, mix=torch.from_numpy(draws)) if mixing else batch
+    return with_fields(batch, mix=torch.from_numpy(draws)) if run.data.augment else batch
 
 
 def case_of(recipe: str) -> Case:

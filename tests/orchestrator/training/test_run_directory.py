@@ -57,7 +57,7 @@ def test_another_config_is_refused_and_every_change_named(mode: StartMode, tmp_p
     for part in (
         str(directory),
         "train.lr: 0.001 -> 0.5",
-        "data.augment: 'none' -> 'inception'",
+        "data.augment: [] -> ['inception']",
         "`mode=fresh`",
     ):
         assert part in str(caught.value)

@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 from safetensors.torch import save_file
 
 from moe.codec import from_dict, to_dict
+from moe.exported import load
 from moe.layer import MoEConfig
-from moe.load import load
 from moe.model import ModelConfig
 from moe.models.vit import ViTConfig
 from moe.presets import PRESETS, VITS, create_model
@@ -36,7 +36,7 @@ import sys
 sys.path += {path!r}
 import torch
 from moe import MoEConfig, MoELayer, SoftConfig, ViT, ViTConfig
-from moe.load import load
+from moe.exported import load
 
 images = torch.linspace(-1, 1, 4 * 3 * 8 * 8).view(4, 3, 8, 8)
 torch.save(load({export!r})(images).logits, {out!r})

@@ -1,8 +1,8 @@
 """Show how the routers of a trained model decide, what they discard, and how much they matter.
 
-  python jobs/inspect_routing.py soft                               a run below the storage
-  python jobs/inspect_routing.py models:/quickstart@pareto-knee --data /data/flowers-shards --split train
-  python jobs/inspect_routing.py tc --capacities 0.05,0.1,0.3 --examples 12 --layers 5 --out /tmp/tc
+  python papers/jobs/inspect_routing.py soft                               a run below the storage
+  python papers/jobs/inspect_routing.py models:/quickstart@pareto-knee --data /data/flowers --split train
+  python papers/jobs/inspect_routing.py tc --capacities 0.05,0.1,0.3 --examples 12 --layers 5 --out /tmp/tc
 
 Prints a row per MoE layer. Writes routing.html (one page that needs no network), its pictures and its tables
 below --out, and records them in the model's run.

@@ -1,9 +1,9 @@
 """Train small models on the digits in minutes, and measure what the papers claim about trained routers.
 
-python jobs/study.py capacity
-python jobs/study.py specialisation --data /data/mnist
-python jobs/study.py specialisation --seeds 5 --stop-at 0.94 --out /tmp/specialisation
-python jobs/study.py faster-inference
+python papers/jobs/study.py capacity
+python papers/jobs/study.py specialisation --data /data/mnist
+python papers/jobs/study.py specialisation --seeds 5 --stop-at 0.94 --out /tmp/specialisation
+python papers/jobs/study.py faster-inference
 
 Prints a table; writes table and picture to --out, and records them below the storage. Seeds decide everything
 but times.
@@ -15,16 +15,12 @@ import json
 import pkgutil
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jobs._cli import Places, check_writable, command, print_table
 from jobs._flags import flag, parse
 from jobs._record import Record
 from orchestrator.errors import UsageError
 from papers import STUDIES
-
-if TYPE_CHECKING:
-    pass
 
 
 def study_name(text: str) -> str:

@@ -1,15 +1,22 @@
-"""A sweep over towers that are trained already: each arm has the weights of another one, frozen."""
+"""Sweeps of two towers: changes of the image tower, and arms with towers that are trained already."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from moe.codec import to_dict
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.codec import override
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.preflight import check_claims
+from orchestrator.sweeps.scales import Changes
 from orchestrator.sweeps.sweep import Sweep
+
+
+def in_image_tower(changes: Changes) -> dict[str, Any]:
+    """Returns changes of a model as those of the image tower of two."""
+    return {name.replace("model.", "model.image.", 1): value for name, value in changes.items()}
 
 
 def beside_towers(sweep: Sweep, towers: Sequence[ModelRef]) -> Sweep:

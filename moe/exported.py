@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+import moe.models  # noqa: F401, because its classes are the kinds of models
 from moe.codec import from_dict
 from moe.init import set_unsaved
 from moe.model import Model, ModelConfig

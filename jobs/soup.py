@@ -1,6 +1,0 @@
-"""Old name of export.py."""
-
-from jobs._main import run_old
-
-if __name__ == "__main__":
-    run_old("soup")

@@ -1,0 +1,54 @@
+"""Configs as version 0.2 recorded them, in today's form: in directories of runs and sweeps, checkpoints,
+exports and `config.toml`. Each function makes JSON values of JSON values, and leaves today's form as it is.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# data.augment was a name and its members further fields of `data`, which acted in this order:
+# field -> (kind, what the number is)
+_AUGMENTED = {
+    "randaugment": ("randaugment", "operations"),
+    "three_augment": ("three_augment", ""),
+    "color_jitter": ("color_jitter", "strength"),
+    "random_erasing": ("random_erasing", "fraction"),
+    "mixup": ("mixup", "alpha"),
+    "cutmix": ("cutmix", "alpha"),
+}
+_MAGNITUDE = "randaugment_magnitude"
+_OF_AUGMENT = ("augment", _MAGNITUDE, *_AUGMENTED)
+
+
+def upgraded(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config of a run in today's form."""
+    data = config.get("data")
+    if not isinstance(data, Mapping) or not _is_old(data):
+        return dict(config)
+    rest = {name: value for name, value in data.items() if name not in _OF_AUGMENT}
+    return {**config, "data": {**rest, "augment": _members(data)}}
+
+
+def upgraded_arm(changes: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the dotted changes of an arm in today's form, given the base as it was recorded."""
+    before = base.get("data", {})
+    own = {name: changes[f"data.{name}"] for name in _OF_AUGMENT if f"data.{name}" in changes}
+    if not own or not _is_old(before):
+        return dict(changes)
+    rest = {name: value for name, value in changes.items() if name.removeprefix("data.") not in own}
+    return {**rest, "data.augment": _members({**before, **own})}
+
+
+def _is_old(data: Mapping[str, Any]) -> bool:
+    return any(name in data for name in (_MAGNITUDE, *_AUGMENTED))
+
+
+def _members(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns today's `data.augment` of the fields of `data`."""
+    first = data.get("augment", "none")
+    found: list[dict[str, Any]] = [] if first == "none" else [{"kind": first}]
+    for name, (kind, field) in _AUGMENTED.items():
+        if data.get(name):
+            found.append({"kind": kind, field: data[name]} if field else {"kind": kind})
+            if name == "randaugment" and _MAGNITUDE in data:
+                found[-1]["magnitude"] = data[_MAGNITUDE]
+    return found

@@ -1,0 +1,1 @@
+"""The commands of the papers, which `moe-frontier` offers beside its own."""

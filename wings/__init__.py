@@ -1,0 +1,9 @@
+"""The wings: what serves one audience and joins the core's families, a package each.
+
+Tables of names alone, so that commands answer before a wing is loaded; see `moe.guests`.
+"""
+
+MEMBERS = ()  # modules that add members to families
+SWEEPS = {  # name -> module with a function of that name, in the order of `--list`
+    "language": "wings.language.sweeps",
+}

@@ -1,0 +1,1 @@
+"""Image and text: two towers, captions, contrastive learning, zero-shot classification and retrieval."""
