@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 import moe
 import orchestrator
 from jobs._list import description, models, scales, sweeps
-from jobs._main import FILES
+from jobs._main import COMMANDS
 from moe.codec import dataclasses_of, hints_of, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.costs import known_costs
@@ -103,7 +103,7 @@ def meanings(cls: type) -> dict[str, str]:
 def commands_page() -> str:
     lines = ["# Commands", "What `--help` of each command prints."]
     os.environ["COLUMNS"] = HELP_WIDTH
-    for name in sorted(path.stem for path in FILES.values()):
+    for name in sorted(m.removeprefix("jobs.") for m in COMMANDS.values() if m.startswith("jobs.")):
         lines += [f"## {name}", f"```text\n{help_of(name)}```"]
     return "\n\n".join(lines)
 

@@ -314,7 +314,8 @@ def requests(run: RunConfig) -> dict[str, Any]:
 
         def fit(self) -> None: ...
 
-    with patch.object(launch, "Trainer", Trainer), patch.dict(os.environ):
+    # An object that is put would start a Ray.
+    with patch.object(launch, "Trainer", Trainer), patch("ray.put"), patch.dict(os.environ):
         launch.on_workers(lambda config: None, run, {}, with_feeds=False)
     scaling = given["scaling_config"]
     return {

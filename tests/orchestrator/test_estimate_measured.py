@@ -123,7 +123,7 @@ def test_what_autograd_keeps(router: str, head: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"ep": 2, "dp_replicate": 2, "dtype": "bfloat16"},
+        pytest.param({"ep": 2, "dp_replicate": 2, "dtype": "bfloat16"}, marks=pytest.mark.smoke),
         pytest.param({"ep": 2, "passes": 3}, marks=pytest.mark.slow),
         pytest.param({"ep": 4, "activation_checkpointing": True}, marks=pytest.mark.slow),
         pytest.param({"ep": 1, "passes": 2, "reshard_after_forward": False}, marks=pytest.mark.slow),

@@ -22,6 +22,7 @@ from orchestrator.sweeps.search import SearchOptions
 from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.tensorboard import TensorBoardConfig
+from tests.lanes import mostly_smoke
 from tests.orchestrator.effects import RUN, data_set, observed
 from tests.orchestrator.file_cases import in_files
 from tests.orchestrator.option_cases import ALL, LAYERS, MODELS, SMALL, TRAINING, Case, Place, below
@@ -156,7 +157,9 @@ def test_an_observation_repeats(places: list[tuple[str, Place]]) -> None:
         assert repr(observed.__wrapped__(effect, run)) == repr(observed.__wrapped__(effect, run)), effect
 
 
-@pytest.mark.parametrize("part", ["models", "layers", "training", "files"])
+@pytest.mark.parametrize(
+    "part", mostly_smoke(["models", "layers", "training", "files"], fast=["models", "layers", "training"])
+)
 def test_every_field_of_a_run_makes_a_difference(part: str, root: Path) -> None:
     table = {"models": MODELS, "layers": LAYERS, "training": TRAINING}.get(part) or in_files(root)
     for cls, place in table.items():

@@ -14,7 +14,7 @@ from typing import get_args
 
 import pytest
 
-from jobs._main import FILES
+from jobs._main import COMMANDS
 from moe import ViT, routers
 from moe.presets import PRESETS
 from orchestrator.codec import flat, override
@@ -32,7 +32,7 @@ from tests.golden import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 ROWS = rows()
-JOBS = {path.name for path in FILES.values()}
+JOBS = {f"{module.rpartition('.')[2]}.py" for module in COMMANDS.values()}
 LANES = {"": "`make test`", "smoke": "`make test-smoke`", "slow": "`make test-all`"}
 SETTING = r"(model|train|task|data|scale)\.[\w.]+(=.*)?"
 NAMED = {  # what else stands in code marks -> whether it exists

@@ -38,9 +38,9 @@ ACCURACIES = {"a": 0.5, "b": 0.7, "c": 0.6}
 
 
 @pytest.fixture(scope="module")
-def one_store(tmp_path_factory: pytest.TempPathFactory) -> Tracking:
+def one_store(empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> Tracking:
     folder = tmp_path_factory.mktemp("housekeeping")
-    return open_tracking(f"sqlite:///{folder}/mlflow.db", artifacts=f"{folder}/artifacts")
+    return open_tracking(empty_store(folder), artifacts=f"{folder}/artifacts")
 
 
 @pytest.fixture(autouse=True)

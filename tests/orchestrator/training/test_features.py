@@ -103,6 +103,7 @@ def test_stored_features_train_as_the_tower_does(lit: RunConfig, monkeypatch: py
     assert stored[6]["data/fingerprint"] == computed[6]["data/fingerprint"]
 
 
+@pytest.mark.smoke
 def test_an_interruption_computes_nothing_twice(lit: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         first = counted(patched, break_at=3)
