@@ -54,7 +54,7 @@ from orchestrator.tracking.store import Tracking
 from orchestrator.tracking.sync import Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.cluster import connect
-from orchestrator.training.fit import fit
+from orchestrator.training.fit import fit, start
 from orchestrator.training.resources import check_resources
 from orchestrator.training.train import Mode, recording_errors, with_data, working_in
 

@@ -12,7 +12,7 @@ import pytest
 from orchestrator import storage, stores
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import as_shown
-from orchestrator.runs import notice
+from orchestrator.runs import lock as lock_file, metrics_file, notice
 from orchestrator.runs.lock import holder_of, locked, move_aside
 from orchestrator.runs.measurements import made_by
 from orchestrator.runs.run_directory import RunDir, write_json
@@ -28,11 +28,9 @@ from orchestrator.tracking.registry import model_name
 from orchestrator.tracking.removal import registered
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import Sync
-from orchestrator.training import lock as lock_file, metrics_file, notice
 from orchestrator.training.train import working_in
 from tests.made_directories import begin, begin_sweep, end, end_sweep, report, run_at
 from tests.orchestrator.buckets import Bucket
-from tests.orchestrator.runs.test_state import killed_in
 
 ACCURACIES = {"a": 0.5, "b": 0.7, "c": 0.6}
 
