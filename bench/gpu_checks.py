@@ -254,7 +254,7 @@ def compare(bench: Bench, name: str, dtype: torch.dtype, compiled: bool = False)
     allow_tf32(False)
     batch = random_batch(16, 8)
     model = build(bench, small(name, dropout=0.1), dtype, compiled)
-    forward_backward(model, batch)  # from the second call on, solvers are CUDA graphs
+    forward_backward(model, batch)
     loss, gradients, ours = forward_backward(model, batch)
     exact, batch = reference(name), (batch[0].double(), *batch[1:])
     _, _, theirs = forward_backward(exact, batch)

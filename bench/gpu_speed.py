@@ -99,7 +99,7 @@ def layers(bench: Bench, rows: Rows) -> Iterator[Case]:
 
 @torch.no_grad()
 def solver(bench: Bench, router: ExpertChoiceConfig) -> Row:
-    """Time of a MoE layer's transport plans for 256 images in groups of 8; on a GPU, of a replayed graph."""
+    """Time of a MoE layer's transport plans for 256 images in groups of 8."""
     G, S, E = (2, 64, 4) if bench.tiny else (32, 1576, 32)
     logits_GSE, valid_GS = torch.randn(G, S, E, device=bench.device), torch.ones(G, S, device=bench.device)
     gates_GSE, capacity = logits_GSE.softmax(-1), router.slots(num_tokens=S, num_experts=E)

@@ -34,9 +34,8 @@ moe.rows: moe.init moe.routing
 moe.expert_parallel: moe.experts moe.rows
 moe.dense: moe.init
 moe.routers: moe.config moe.init moe.overrides moe.routers moe.routing moe.rows
-moe.routers.graphed:
-moe.routers.sparse_transport: moe.routers.graphed
-moe.routers.affinity: moe.config moe.init moe.routers.graphed moe.routers.sparse_transport moe.routing
+moe.routers.sparse_transport:
+moe.routers.affinity: moe.config moe.init moe.routers.sparse_transport moe.routing
 moe.routers.choice: moe.config moe.init moe.overrides moe.routers.affinity moe.routing moe.rows
 moe.layer: moe.dense moe.config moe.experts moe.init moe.overrides moe.routers moe.routing
 moe.upgrade:
