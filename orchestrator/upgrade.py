@@ -27,7 +27,7 @@ def upgraded(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model := config.get("model"), Mapping):
         config = {**config, "model": upgraded_model(model)}
     data = config.get("data")
-    if isinstance(data, Mapping) and _WHOLE <= data.keys() and "eval_pixels" not in data:
+    if isinstance(data, Mapping) and data.keys() >= _WHOLE and "eval_pixels" not in data:
         # The first models of 0.2 and all before saw parts of pixels.
         config = {**config, "data": (data := {**data, "eval_pixels": "parts"})}
     if not isinstance(data, Mapping) or not _is_old(data):
