@@ -18,15 +18,15 @@ import torch
 from bench.harness import Record, options
 from bench.provenance import provenance
 from moe.layer import MoEConfig
-from moe.models import TwoTowersConfig
-from moe.models.text import TextConfig
 from moe.presets import VITS
 from moe.routers import SoftConfig
 from orchestrator.config import RunConfig, TrainConfig
 from orchestrator.data.batch import Batch
-from orchestrator.tasks import ContrastiveConfig
 from orchestrator.training.loop import train_step
 from orchestrator.training.worker import build_model
+from wings.image_text.contrastive import ContrastiveConfig
+from wings.image_text.text_tower import TextConfig
+from wings.image_text.two_towers import TwoTowersConfig
 
 BATCH, LENGTH, WORDS = 64, 16, 2_000
 TOWERS = {"dense": None, "soft": MoEConfig(layers="last_6", num_experts=32, router=SoftConfig())}

@@ -31,7 +31,7 @@ def evaluate_zero_shot(
     """Classifies by the names and templates of a file, records and prints. Returns the figures for JSON."""
     from orchestrator.data.manifest import open_manifest
     from orchestrator.evaluation.evaluate import images_of
-    from orchestrator.evaluation.image_text import nearest_pixels, read_class_names, zero_shot_scores
+    from wings.image_text.evaluation import nearest_pixels, read_class_names, zero_shot_scores
 
     names, record, reports = read_class_names(file), Record(on.places), []
     for model in with_text(references, on):
@@ -88,9 +88,9 @@ def evaluate_retrieval(
     """
     from orchestrator import storage
     from orchestrator.evaluation.evaluate import images_of
-    from orchestrator.evaluation.image_text import CAPTIONS, embed_pairs
-    from orchestrator.evaluation.retrieval import chance_recall, image_ranks, recalls, text_ranks
-    from orchestrator.evaluation.retrieval_page import retrieval_page
+    from wings.image_text.evaluation import CAPTIONS, embed_pairs
+    from wings.image_text.retrieval import chance_recall, image_ranks, recalls, text_ranks
+    from wings.image_text.retrieval_page import retrieval_page
 
     if page:
         check_file("--page", page := storage.absolute(page))
@@ -146,7 +146,7 @@ def evaluate_retrieval(
 
 def with_text(references: Sequence[str], on: Evaluation) -> list[ModelRef]:
     """The models, all of which read text. Raises UsageError if one does not."""
-    from orchestrator.tasks.contrastive import text_of
+    from wings.image_text.contrastive import text_of
 
     models = models_of(references, on.places)
     for model in models:

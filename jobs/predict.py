@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from orchestrator.checkpoint.models import ModelRef
     from orchestrator.data.preparation import Preparation
-    from orchestrator.evaluation.image_text import ClassNames
     from orchestrator.evaluation.predict import ImagePart
+    from orchestrator.tasks.base import ClassNames
 
 log = logging.getLogger("orchestrator.predict")
 
@@ -158,18 +158,11 @@ def class_names(flags: PredictFlags, model: ModelRef) -> ClassNames | None:
     """The classes that --classes names, or else those of the model's task; None for a classifier. Raises
     UsageError for names that cannot tell classes apart, and for a classifier that is given some.
     """
-    from moe.models.zero_shot import check_names
-    from orchestrator.evaluation.image_text import ClassNames
-    from orchestrator.tasks.contrastive import text_of
-
-    task, given = model.run.task, bool(flags.classes or flags.template)
-    classes = flags.classes or getattr(task, "classes", ())
-    if flags.features or not (classes or given):
+    names = model.run.task.class_names(flags.classes or (), flags.template or ())
+    if flags.features or names is None:
         return None
     try:
-        text_of(model.run.model).tokenizer.check_known()
-        names = ClassNames(classes=classes, templates=flags.template or getattr(task, "templates", ()))
-        check_names(names.classes, names.templates)
+        model.run.task.check_names(model.run.model, names)
     except ValueError as error:
         raise UsageError(f"{model.name}: {error}") from None
     return names

@@ -9,10 +9,6 @@ blocks of S of the released configs. The paper does not print the sizes of ``vmo
 ``astroformer-1-soft-`` are the models of Implicit Bias in Soft MoE (section 4.4.1) for CIFAR: Soft MoE in
 place of both MLPs of Astroformer-1, without the skip connection around it; one slot per expert, and the same
 number of hidden units in all for any number of experts.
-
-Two towers: ``lit-`` are those of LiT (Zhai et al. 2022), with a text tower of the image tower's size;
-``-lit-g`` those of Soft MoE's table 3, with the text tower of ViT-g; ``-laion`` those of its appendix F.1, as
-in the released `pretrain_laion.py`, without the sizes whose patches of 14 pixels do not divide 256.
 """
 
 from dataclasses import asdict, replace
@@ -20,18 +16,18 @@ from pathlib import Path
 
 from moe.config import did_you_mean
 from moe.exported import load
+from moe.guests import join_families
 from moe.layer import MoEConfig
 from moe.model import Model, ModelConfig
-from moe.models import AstroformerConfig, TwoTowersConfig, ViTConfig
-from moe.models.text import TextConfig
+from moe.models import AstroformerConfig, ViTConfig
 from moe.routers import SoftConfig, TokenChoiceConfig
 
 _DEBUG = ViTConfig(image_size=8, patch_size=2, width=32, depth=2, heads=2, mlp_dim=128, num_classes=10)
 _TI = ViTConfig(width=192, depth=12, heads=3, mlp_dim=768)
-_S = ViTConfig(width=384, depth=12, heads=6, mlp_dim=1536)
-_B = ViTConfig(width=768, depth=12, heads=12, mlp_dim=3072)
-_L = ViTConfig(width=1024, depth=24, heads=16, mlp_dim=4096)
-_H = ViTConfig(width=1280, depth=32, heads=16, mlp_dim=5120)
+VIT_S = ViTConfig(width=384, depth=12, heads=6, mlp_dim=1536)
+VIT_B = ViTConfig(width=768, depth=12, heads=12, mlp_dim=3072)
+VIT_L = ViTConfig(width=1024, depth=24, heads=16, mlp_dim=4096)
+VIT_H = ViTConfig(width=1280, depth=32, heads=16, mlp_dim=5120)
 _SMALL_VMOE = ViTConfig(width=512, depth=8, heads=8, mlp_dim=2048)
 _15B = ViTConfig(width=1408, depth=48, heads=16, mlp_dim=6400)
 
@@ -59,28 +55,28 @@ VITS = (
     | {
         f"{name}/{patch}": replace(size, patch_size=patch)
         for name, size, patches in (
-            ("S", _S, (32, 16, 14, 8)),
-            ("B", _B, (32, 16)),
-            ("L", _L, (32, 16)),
-            ("H", _H, (14,)),
+            ("S", VIT_S, (32, 16, 14, 8)),
+            ("B", VIT_B, (32, 16)),
+            ("L", VIT_L, (32, 16)),
+            ("H", VIT_H, (14,)),
         )
         for patch in patches
     }
     | {
-        "soft-S/16-128e": _soft(_S, 16, 128),
-        "soft-S/14-256e": _soft(_S, 14, 256),
-        "soft-B/16-128e": _soft(_B, 16, 128),
-        "soft-L/16-128e": _soft(_L, 16, 128),
-        "soft-H/14-128e": _soft(_H, 14, 128),
-        "soft-H/14-256e": _soft(_H, 14, 256),
+        "soft-S/16-128e": _soft(VIT_S, 16, 128),
+        "soft-S/14-256e": _soft(VIT_S, 14, 256),
+        "soft-B/16-128e": _soft(VIT_B, 16, 128),
+        "soft-L/16-128e": _soft(VIT_L, 16, 128),
+        "soft-H/14-128e": _soft(VIT_H, 14, 128),
+        "soft-H/14-256e": _soft(VIT_H, 14, 256),
         "vmoe-S/32": _vmoe(_SMALL_VMOE, 32),
-        "vmoe-B/32": _vmoe(_B, 32),
-        "vmoe-B/16": _vmoe(_B, 16),
-        "vmoe-L/32": _vmoe(_L, 32),
-        "vmoe-L/16": _vmoe(_L, 16),
-        "vmoe-H/14-dense": replace(_vmoe(_H, 14), moe=None),
-        "vmoe-H/14": _vmoe(_H, 14),
-        "vmoe-H/14-last-5": _vmoe(_H, 14, "last_5_odd"),
+        "vmoe-B/32": _vmoe(VIT_B, 32),
+        "vmoe-B/16": _vmoe(VIT_B, 16),
+        "vmoe-L/32": _vmoe(VIT_L, 32),
+        "vmoe-L/16": _vmoe(VIT_L, 16),
+        "vmoe-H/14-dense": replace(_vmoe(VIT_H, 14), moe=None),
+        "vmoe-H/14": _vmoe(VIT_H, 14),
+        "vmoe-H/14-last-5": _vmoe(VIT_H, 14, "last_5_odd"),
         "vmoe-15B": _vmoe(_15B, 14),
     }
     | {
@@ -89,9 +85,9 @@ VITS = (
         )
         for name, size, patches in (
             ("tiny", _TI, (16,)),
-            ("small", _S, (32, 16)),
-            ("base", _B, (32, 16)),
-            ("large", _L, (32, 16)),
+            ("small", VIT_S, (32, 16)),
+            ("base", VIT_B, (32, 16)),
+            ("large", VIT_L, (32, 16)),
         )
         for patch in patches
         for pixels in (224, 384)
@@ -99,34 +95,6 @@ VITS = (
 )
 
 
-def _text(size: ViTConfig, *, qk_norm: bool = False) -> TextConfig:
-    sizes = {name: getattr(size, name) for name in ("width", "depth", "heads", "mlp_dim")}
-    return TextConfig(**sizes, qk_norm=qk_norm)
-
-
-TEXT_G = TextConfig(width=1408, depth=40, heads=16, mlp_dim=6144, qk_norm=True)
-_TABLE_3 = ("S/16", "S/14", "B/16", "L/16", "H/14")
-TWO_TOWERS = (
-    {
-        f"lit-{name}/16": TwoTowersConfig(
-            image=replace(size, patch_size=16, pooling="token", qk_norm=False), text=_text(size)
-        )
-        for name, size in (("S", _S), ("B", _B), ("L", _L))
-    }
-    | {
-        f"{name}-lit-g": TwoTowersConfig(image=vit, text=TEXT_G)
-        for name, vit in VITS.items()
-        if name in _TABLE_3 or name.startswith("soft-")
-    }
-    | {
-        f"{name}-laion": TwoTowersConfig(image=replace(vit, image_size=256), text=_text(_B, qk_norm=True))
-        for name, vit in (
-            (name.removesuffix("-128e"), vit)
-            for name, vit in VITS.items()
-            if name.removeprefix("soft-").removesuffix("-128e") in ("S/16", "B/16", "L/16")
-        )
-    }
-)
 _ASTROFORMER = AstroformerConfig()
 ASTROFORMERS = {"astroformer-1": _ASTROFORMER} | {
     f"astroformer-1-soft-{num_experts}e": replace(
@@ -141,11 +109,13 @@ ASTROFORMERS = {"astroformer-1": _ASTROFORMER} | {
     )
     for num_experts in (2, 8, 16, 64, 128)
 }
-PRESETS: dict[str, ModelConfig] = {**VITS, **ASTROFORMERS, **TWO_TOWERS}
+PRESETS: dict[str, ModelConfig] = {**VITS, **ASTROFORMERS}
 
 
 def preset(name: str) -> ModelConfig:
     """Returns the config of a model by name. Raises ValueError, naming those that exist, if there is none."""
+    if name not in PRESETS:
+        join_families()
     if name not in PRESETS:
         near = did_you_mean(name, PRESETS)
         raise ValueError(f"unknown model {name!r}; known: {', '.join(PRESETS)}{near}")

@@ -108,7 +108,7 @@ class WordsConfig(TokenizerConfig):
         if not self.vocabulary:
             raise ValueError(
                 "its tokenizer knows no words: weights from elsewhere come without one, and such a model"
-                " embeds tokens alone (`moe.models.two_towers.ImageText`)"
+                " embeds tokens alone (`wings.image_text.two_towers.ImageText`)"
             )
 
     def pieces(self, text: str) -> list[int]:

@@ -5,11 +5,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moe.models.zero_shot import class_weights, unit
 from moe.parallel import update
-from orchestrator.evaluation.retrieval import image_ranks, recalls, text_ranks
-from orchestrator.tasks.contrastive import Pairs, pair_losses
 from tests.golden_report import Arrays, Meta, Report
+from wings.image_text.contrastive import Pairs, pair_losses
+from wings.image_text.retrieval import image_ranks, recalls, text_ranks
+from wings.image_text.zero_shot import class_weights, unit
 
 Loss = Literal["softmax", "sigmoid"]
 TIGHT = 1e-9

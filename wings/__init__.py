@@ -4,6 +4,9 @@ Tables of names alone, so that commands answer before a wing is loaded; see `moe
 """
 
 MEMBERS = (  # modules that add members to families
+    "wings.image_text.two_towers",
+    "wings.image_text.contrastive",
+    "wings.image_text.presets",
     "wings.language.decoder",
     "wings.language.next_token",
     "wings.language.sources",

@@ -29,7 +29,6 @@ from ray.exceptions import RayTaskError
 from torch import Tensor
 
 from moe.model import Model
-from moe.models.zero_shot import ZeroShot
 from moe.overrides import RoutingOverrides
 from moe.parallel import this_rank
 from orchestrator import storage
@@ -43,9 +42,9 @@ from orchestrator.data.preparation import Preparation
 from orchestrator.data.shards import DataSet
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device
-from orchestrator.evaluation.image_text import ClassNames
 from orchestrator.evaluation.sharded import Sharding
 from orchestrator.packing.listing import files_below
+from orchestrator.tasks.base import ClassNames
 from orchestrator.tasks.classification import TOP
 from orchestrator.threads import CORES, one_thread
 from orchestrator.training.resources import most_resources
@@ -206,7 +205,7 @@ class Predictor:
         self.shared = shared is not None
         self.task = model.run.task
         loaded = shared or model.load(self.device)
-        self.model = loaded if names is None else ZeroShot(loaded, names.classes, names.templates).eval()
+        self.model = loaded if names is None else self.task.by_names(loaded, names)
         self.transform = Transform.of(model.signature)
         self.cache_bytes = int(model.run.data.cache_gb * 1e9)
         self.decoding = Semaphore(CORES)

@@ -1,7 +1,6 @@
-"""Tasks: the contract, classification and contrastive learning."""
+"""Tasks: the contract, and classification."""
 
 from orchestrator.tasks.base import TaskConfig
 from orchestrator.tasks.classification import ClassificationConfig
-from orchestrator.tasks.contrastive import ContrastiveConfig
 
-__all__ = ["ClassificationConfig", "ContrastiveConfig", "TaskConfig"]
+__all__ = ["ClassificationConfig", "TaskConfig"]

@@ -6,16 +6,19 @@ before its kind is named. It knows torch and batches, not Ray.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe.config import Family, members
 from moe.model import Model, ModelConfig
 from moe.overrides import RoutingOverrides
 from orchestrator.data.batch import Batch, normalize
 from orchestrator.data.fields import Field
+from orchestrator.data.manifest import open_manifest
+from orchestrator.errors import UsageError
 
 Heads = Mapping[str, Tensor]
 
@@ -30,6 +33,23 @@ def not_finite(heads: Heads, batch: Batch, beside: Heads | None = None) -> Tenso
     for tensor in (beside or {}).values():
         is_finite &= tensor.isfinite().all()
     return (~is_finite * batch.valid).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassNames:
+    """Names of classes, by label, and the templates that make texts of them, with ``{}`` for a name."""
+
+    classes: tuple[str, ...]
+    templates: tuple[str, ...]
+
+    def for_data(self, path: str) -> "ClassNames":
+        """Returns the names in the order of the labels of a data set: as they are, unless they are its own
+        names in another order. Raises UsageError if the data set has more or fewer classes.
+        """
+        known = open_manifest(path).classes
+        if len(known) != len(self.classes):
+            raise UsageError(f"{len(self.classes)} classes are named, and {path} has {len(known)}")
+        return replace(self, classes=known) if {*known} == {*self.classes} else self
 
 
 class TaskConfig(Family, ABC, default="classification"):
@@ -99,6 +119,23 @@ class TaskConfig(Family, ABC, default="classification"):
         for a step whose numbers nobody reads.
         """
         return {}
+
+    def class_names(self, classes: tuple[str, ...], templates: tuple[str, ...]) -> ClassNames | None:
+        """Returns the names by which a trained model classifies: those given, else the task's own; None where
+        its own head does. They are checked by `by_names`.
+        """
+        return ClassNames(classes=classes, templates=templates) if classes or templates else None
+
+    def check_names(self, model: ModelConfig, names: ClassNames) -> None:
+        """Raises ValueError if a model cannot classify by names, or these cannot tell classes apart."""
+        raise ValueError(f"a model of kind {model.kind!r} reads no text")
+
+    def by_names(self, model: Model, names: ClassNames) -> nn.Module:
+        """Returns a trained model as a classifier whose classes are those that are named. Raises ValueError
+        as `check_names`.
+        """
+        self.check_names(model.config, names)
+        raise NotImplementedError
 
     def before_scores(self, model: Model) -> Heads:
         """Returns tensors that `scores` and `details` find among the heads, computed once before an

@@ -6,12 +6,13 @@ import pytest
 
 from moe.config import members
 from moe.layer import MoEConfig
-from moe.models import AstroformerConfig, TwoTowersConfig
+from moe.models import AstroformerConfig
 from moe.presets import PRESETS
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig, TrainConfig
 from orchestrator.data.augment import CutMixConfig
 from orchestrator.schedules import CooldownConfig, CosineConfig, LinearConfig, RsqrtConfig, ScheduleConfig
-from orchestrator.tasks import ContrastiveConfig
+from wings.image_text.contrastive import ContrastiveConfig
+from wings.image_text.two_towers import TwoTowersConfig
 
 PAIRS = replace(PRESETS["debug"], moe=MoEConfig(num_experts=6, images_per_group=2))
 TWO_TOWERS = TwoTowersConfig(image=AstroformerConfig())

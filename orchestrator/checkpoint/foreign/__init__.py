@@ -40,7 +40,8 @@ from orchestrator.data.images import eval_settings, resized_side
 from orchestrator.data.preparation import AS_IT_IS, Preparation
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.names import run_name
-from orchestrator.tasks import ClassificationConfig, ContrastiveConfig, TaskConfig
+from orchestrator.tasks import ClassificationConfig, TaskConfig
+from wings.image_text.contrastive import ContrastiveConfig
 
 log = logging.getLogger(__name__)
 

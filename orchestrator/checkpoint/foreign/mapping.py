@@ -14,12 +14,12 @@ from torch import Tensor
 
 from moe.layer import MoEConfig
 from moe.model import ModelConfig
-from moe.models.two_towers import TwoTowersConfig
 from moe.models.vit import ViTConfig
 from moe.routers import TokenChoiceConfig
 from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames
 from orchestrator.checkpoint.foreign.tensors import Lazy, combine, zero_tensor
 from orchestrator.errors import UsageError
+from wings.image_text.two_towers import TwoTowersConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,16 @@ In sources, ``soft_moe`` is ``vmoe/projects/soft_moe/configs`` of google-researc
 from dataclasses import replace
 from typing import Any, cast
 
-from moe.models import TwoTowersConfig
-from moe.presets import TEXT_G, TWO_TOWERS
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
 from orchestrator.optimizers import AdamWConfig
 from orchestrator.schedules import RsqrtConfig
 from orchestrator.sweeps.scales import Scale
-from orchestrator.tasks import ClassificationConfig, ContrastiveConfig
+from orchestrator.tasks import ClassificationConfig
 from papers.scales import VITS, last_half
+from wings.image_text.contrastive import ContrastiveConfig
+from wings.image_text.presets import TEXT_G, TWO_TOWERS
 from wings.image_text.towers import in_image_tower
+from wings.image_text.two_towers import TwoTowersConfig
 
 
 def last_half_of_image(run: RunConfig) -> str:

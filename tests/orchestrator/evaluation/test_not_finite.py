@@ -28,8 +28,8 @@ from orchestrator.tracking.served import ImageClassifier
 from orchestrator.training.fewshot import few_shots
 from orchestrator.training.loop import evaluate as validation
 from tests.orchestrator.evaluation.exported import SOFT, exported
-from tests.orchestrator.tasks.test_contrastive import WORDS, small_run
 from tests.parts import png
+from tests.wings.image_text.test_contrastive import WORDS, small_run
 
 TEN = (*WORDS.vocabulary.split(), "zero one")
 NAMES = image_text.ClassNames(classes=TEN, templates=("a photo of {}",))

@@ -19,14 +19,14 @@ from orchestrator.codec import override, to_dict
 from orchestrator.config import FewShotConfig, RunConfig
 from orchestrator.data.preparation import Preparation
 from orchestrator.evaluation import evaluate
-from orchestrator.evaluation.image_text import CAPTIONS, ClassNames, embed_pairs, zero_shot_scores
 from orchestrator.evaluation.predict import Predictor, list_parts, predict_together
 from orchestrator.evaluation.sharded import Sharding
 from orchestrator.training.fewshot import few_shots
 from tests.lanes import mostly_slow
 from tests.moe.parity import default_dtype, one_rank, spawn
 from tests.moe.parts import images
-from tests.orchestrator.tasks.test_contrastive import small_run
+from tests.wings.image_text.test_contrastive import small_run
+from wings.image_text.evaluation import CAPTIONS, ClassNames, embed_pairs, zero_shot_scores
 
 LAYOUTS = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # ranks -> ep
 SMALL = {"model.width": 16, "model.depth": 4, "model.moe.num_experts": 4}

@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe.config import members
 from moe.experts import is_expert
 from moe.layer import MoEConfig
-from moe.models.text import TextConfig
-from moe.models.two_towers import TwoTowersConfig
 from moe.models.vit import ViT
 from moe.parallel import build_whole, update
 from moe.presets import PRESETS, VITS
@@ -28,6 +26,8 @@ from orchestrator.optimizers.base import RatesConfig
 from orchestrator.schedules import CosineConfig, DeitConfig, LinearConfig, RsqrtConfig, ScheduleConfig
 from orchestrator.training.loop import train_step
 from tests.orchestrator.training.test_loop import random_batch
+from wings.image_text.text_tower import TextConfig
+from wings.image_text.two_towers import TwoTowersConfig
 
 
 def rates(schedule: ScheduleConfig, *, total: int, peak: float = 1.0) -> list[float]:

@@ -8,7 +8,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from moe.models.two_towers import TwoTowersConfig
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_process, open_stream
@@ -23,6 +22,7 @@ from orchestrator.training import features, worker
 from orchestrator.training.features import can_be_stored
 from orchestrator.training.fit import check_start, decided_by_data
 from orchestrator.training.worker import train_worker
+from wings.image_text.two_towers import TwoTowersConfig
 
 ROWS = 256  # of a file, so that there are several
 

@@ -17,9 +17,9 @@ from moe.cost import model_costs
 from moe.init import Draw, constant, mix
 from moe.layer import MoEConfig
 from moe.model import Activations, Costs, Model, ModelConfig, Output, begins_so, unit_shapes
-from moe.models.text import TextConfig
 from moe.models.vit import ViTConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
+from wings.image_text.text_tower import TextConfig
 
 TEXT_SALT = 1 << 20  # of keys for the noise of the text tower; smaller salts are blocks'
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe.model import Model, Output
-from moe.models.two_towers import ImageText
 from moe.overrides import AS_TRAINED, RoutingOverrides
+from wings.image_text.two_towers import ImageText
 
 TEXTS = 256  # that are embedded at a time
 

@@ -12,8 +12,6 @@ from moe.codec import from_dict, to_dict
 from moe.cost import num_params
 from moe.layer import MoEConfig
 from moe.model import ModelConfig
-from moe.models.text import TextConfig, TextTower
-from moe.models.two_towers import ImageText, TwoTowers, TwoTowersConfig
 from moe.models.vit import ViTConfig
 from moe.parallel import build_sharded
 from moe.precision import compute_in
@@ -23,6 +21,8 @@ from moe.tokenizers import END
 from moe.trace import _Operations
 from tests.moe.parity import one_rank
 from tests.moe.parts import randn
+from wings.image_text.text_tower import TextConfig, TextTower
+from wings.image_text.two_towers import ImageText, TwoTowers, TwoTowersConfig
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_dim": 32}
 SOFT = MoEConfig(num_experts=4, layers="last_1", router=SoftConfig(slots_per_expert=2))

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe.models.two_towers import ImageText
-from moe.models.zero_shot import ZeroShot, embed_classes, unit
 from orchestrator.data.batch import Batch
 from orchestrator.data.fields import BytesField
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.image_text import (
+from tests.wings.image_text.test_contrastive import towers
+from wings.image_text.evaluation import (
     CAPTIONS,
     ClassNames,
     EmbeddedPairs,
@@ -20,9 +19,10 @@ from orchestrator.evaluation.image_text import (
     read_class_names,
     zero_shot_scores,
 )
-from orchestrator.evaluation.retrieval import chance_recall, image_ranks, recalls, text_ranks
-from orchestrator.evaluation.retrieval_page import retrieval_page
-from tests.orchestrator.tasks.test_contrastive import towers
+from wings.image_text.retrieval import chance_recall, image_ranks, recalls, text_ranks
+from wings.image_text.retrieval_page import retrieval_page
+from wings.image_text.two_towers import ImageText
+from wings.image_text.zero_shot import ZeroShot, embed_classes, unit
 
 NAMES = ClassNames(classes=("zero", "one", "two"), templates=("a photo of {}", "{}"))
 

@@ -12,8 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe.init import mix
 from moe.layer import MoEConfig
-from moe.models.text import TextConfig
-from moe.models.two_towers import ImageText, TwoTowers, TwoTowersConfig
 from moe.models.vit import ViTConfig
 from moe.routers import RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.tokenizers import WordsConfig
@@ -22,13 +20,15 @@ from orchestrator.config import RunConfig, TrainConfig
 from orchestrator.data.batch import Batch
 from orchestrator.errors import UsageError
 from orchestrator.schedules import ConstantConfig
-from orchestrator.tasks.contrastive import ContrastiveConfig, Pairs, chance_loss, pair_losses
 from orchestrator.training.loop import train_step
 from orchestrator.training.worker import build_model
 from tests.lanes import mostly_smoke
 from tests.moe.parity import default_dtype
 from tests.moe.test_on_device import OnDevice
 from tests.orchestrator.as_one import Case, check_ranks_train_as_one
+from wings.image_text.contrastive import ContrastiveConfig, Pairs, chance_loss, pair_losses
+from wings.image_text.text_tower import TextConfig
+from wings.image_text.two_towers import ImageText, TwoTowers, TwoTowersConfig
 
 BATCH, CAPTIONS, LENGTH = 8, 2, 6
 WORDS = WordsConfig(vocabulary="\n".join(["a", "photo", "of", "the", "digit", "zero", "one", "two", "three"]))

@@ -8,7 +8,7 @@ import torch
 
 from orchestrator.data.batch import Batch
 from orchestrator.data.images import encode_png
-from orchestrator.evaluation.image_text import EmbeddedPairs
+from wings.image_text.evaluation import EmbeddedPairs
 
 QUERIES, SHOWN = 12, 5
 STYLE = """

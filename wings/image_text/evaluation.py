@@ -6,7 +6,6 @@ reports.
 
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,39 +15,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe.model import Model
-from moe.models.two_towers import ImageText
-from moe.models.zero_shot import check_names, embed_classes, unit
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import first_row, gather, this_rank
 from moe.tokenizers import canonical
 from orchestrator import storage
 from orchestrator.data.batch import Batch, normalize
 from orchestrator.data.fields import BytesField
-from orchestrator.data.manifest import open_manifest
 from orchestrator.data.text import captions_of
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.scores import Scores, on_this_rank, refuse_not_finite
 from orchestrator.tasks import ClassificationConfig
-from orchestrator.tasks.contrastive import text_of
+from orchestrator.tasks.base import ClassNames
+from wings.image_text.contrastive import text_of
+from wings.image_text.two_towers import ImageText
+from wings.image_text.zero_shot import check_names, embed_classes, unit
 
 CAPTIONS = {"text": BytesField(length=4096)}  # what `embed_pairs` reads of an image's captions
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassNames:
-    """Names of classes, by label, and the templates that make texts of them."""
-
-    classes: tuple[str, ...]
-    templates: tuple[str, ...]
-
-    def for_data(self, path: str) -> "ClassNames":
-        """Returns the names in the order of the labels of a data set: as they are, unless they are its own
-        names in another order. Raises UsageError if the data set has more or fewer classes.
-        """
-        known = open_manifest(path).classes
-        if len(known) != len(self.classes):
-            raise UsageError(f"{len(self.classes)} classes are named, and {path} has {len(known)}")
-        return replace(self, classes=known) if {*known} == {*self.classes} else self
 
 
 def read_class_names(path: str) -> ClassNames:

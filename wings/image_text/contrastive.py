@@ -24,15 +24,15 @@ from moe.codec import to_dict
 from moe.config import PositiveInt
 from moe.init import mix
 from moe.model import Model, ModelConfig
-from moe.models.text import TextConfig
-from moe.models.two_towers import ImageText
-from moe.models.zero_shot import check_names, embed_classes, unit
 from moe.parallel import first_row, gather
 from orchestrator.data.batch import Batch, normalize
 from orchestrator.data.fields import Field
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.text import TextField, read_tokenizer
-from orchestrator.tasks.base import Heads, TaskConfig
+from orchestrator.tasks.base import ClassNames, Heads, TaskConfig
+from wings.image_text.text_tower import TextConfig
+from wings.image_text.two_towers import ImageText
+from wings.image_text.zero_shot import ZeroShot, check_names, embed_classes, unit
 
 CAPTION_SALT = 1 << 21  # of keys that choose a caption; smaller salts are the model's
 ROWS = 1024  # of the matrix of cosines that are in memory at a time
@@ -144,6 +144,18 @@ class ContrastiveConfig(TaskConfig):
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         names = {"text_acc1": "right", "loss": "loss", "zero_shot_acc1": "zero_shot"}
         return {name: float(sums[key] / sums["samples"]) for name, key in names.items() if key in sums}
+
+    def class_names(self, classes: tuple[str, ...], templates: tuple[str, ...]) -> ClassNames | None:
+        if not (self.classes or classes or templates):
+            return None
+        return ClassNames(classes=classes or self.classes, templates=templates or self.templates)
+
+    def check_names(self, model: ModelConfig, names: ClassNames) -> None:
+        text_of(model).tokenizer.check_known()
+        check_names(names.classes, names.templates)
+
+    def by_names(self, model: Model, names: ClassNames) -> ZeroShot:
+        return ZeroShot(model, names.classes, names.templates).eval()
 
     def before_scores(self, model: Model) -> Heads:
         """Returns ``classes``, (C, D): the mean of the units of all texts that name a class, of length 1."""
