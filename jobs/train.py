@@ -123,8 +123,8 @@ class RunFlags:
         """
         from moe.codec import member_of, to_dict
         from moe.model import ModelConfig
-        from orchestrator.checkpoint.foreign import is_import
         from orchestrator.checkpoint.models import read_model
+        from orchestrator.checkpoint.weights import is_import
         from orchestrator.config_file import check_written, merged
         from orchestrator.data.manifest import open_manifest
         from orchestrator.packing.pack import digits

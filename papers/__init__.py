@@ -47,6 +47,7 @@ SCALES = {  # name -> module with the scale in its `SCALES`
     "laion": "papers.soft_moe.contrastive.scales",
 }
 COMMANDS = {  # command -> module with its `main`
+    "duplicates": "papers.jobs.duplicates",
     "inspect-routing": "papers.jobs.inspect_routing",
     "study": "papers.jobs.study",
 }

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from jobs.evaluate import EvaluateFlags
-from jobs.finetune import FineTuneFlags
 from jobs.pareto_sweep import SweepFlags
 from jobs.plan import PlanFlags
 from jobs.predict import PredictFlags
@@ -16,6 +15,7 @@ from moe.codec import to_dict
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.evaluation.points import parse_point
+from wings.jobs.finetune import FineTuneFlags
 
 
 class Parsed(Exception):

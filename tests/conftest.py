@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from orchestrator.data.manifest import Manifest
 
 ROOT = Path(__file__).parents[1]
+pytest_plugins = ["tests.command_fixtures"]
 
 # without a deadline, for the first example imports libraries; with many examples where time is no matter
 hypothesis.settings.register_profile("few", max_examples=10, deadline=None)

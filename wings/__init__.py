@@ -11,6 +11,15 @@ MEMBERS = (  # modules that add members to families
     "wings.language.next_token",
     "wings.language.sources",
 )
+WEIGHTS = {"foreign": "wings.weights"}  # modules that recognise and import weights of other projects
+FOLDERS = {  # format of `export` -> module that writes it
+    "timm": "wings.weights",
+    "huggingface": "wings.weights",
+}
+COMMANDS = {  # command -> module with its `main`
+    "finetune": "wings.jobs.finetune",
+    "import-weights": "wings.jobs.import_weights",
+}
 SWEEPS = {  # name -> module with a function of that name, in the order of `--list`
     "language": "wings.language.sweeps",
 }

@@ -145,7 +145,7 @@ class ModelRef:
             raise UsageError(
                 f"{path} has the classes {_first(classes)}, but {self.name} learned {known}: its predictions"
                 " do not compare with these labels. Pack the images with the model's classes in its order,"
-                " or fine-tune the model on this data: jobs/finetune.py"
+                " or fine-tune the model on this data: wings/jobs/finetune.py"
             )
 
 

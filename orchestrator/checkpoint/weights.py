@@ -94,6 +94,11 @@ def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Itera
         raise
 
 
+def is_import(location: str) -> bool:
+    """Returns whether a file was made from weights of another project."""
+    return location.endswith(SUFFIX) and "source" in read_metadata(location)
+
+
 def read_metadata(location: str) -> dict[str, str]:
     """Returns the metadata of a safetensors file, wherever it is, without reading its tensors.
 

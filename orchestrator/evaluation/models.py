@@ -1,13 +1,14 @@
 """Finds trained models by every name that a user may have for them."""
 
 from dataclasses import replace
+from importlib import import_module
 
 from moe.config import did_you_mean
 from moe.exported import WEIGHTS
+from moe.guests import offered
 from moe.model import Model
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
-from orchestrator.checkpoint.foreign import import_once, is_foreign
 from orchestrator.checkpoint.manifest import MANIFEST, find_checkpoint, steps
 from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import read_metadata
@@ -105,8 +106,9 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
     if reference.startswith("runs:/"):
         reference = directory_of(reference.removeprefix("runs:/"), store_uri(root, tracking_uri))
     path = storage.absolute(reference)
-    if storage.is_local(path) and is_foreign(path):
-        return import_once(path, root)
+    for guest in map(import_module, offered("WEIGHTS").values()) if storage.is_local(path) else ():
+        if guest.is_foreign(path):
+            return guest.import_once(path, root)
     exported = storage.join(path, WEIGHTS)
     if storage.size(exported) is not None:
         return exported

@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 import pytest
 
-from jobs import evaluate, finetune, pareto_sweep, plan, predict, train
+from jobs import evaluate, pareto_sweep, plan, predict, train
 from jobs._cli import Evaluation, source_labels
 from jobs._flags import assignment, flag, numbers, parse
 from jobs.pareto_sweep import SweepFlags
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.catalog import SCALES, SWEEPS
 from papers.jobs import inspect_routing, study
+from wings.jobs import finetune
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,10 +92,10 @@ def test_help_states_what_holds(answers: list[Any]):
     """Numbers and names that stand in libraries too, which help does not load."""
     shown = {name: " ".join(said.split()) for name, flag, _, _, said in answers if flag == "--help"}
     short = finetune.SIZES["short"]
-    assert f"train.steps={short.steps}, train.lr={finetune.LR}," in shown["jobs/finetune.py"]
-    assert f"data.batch_size={short.batch_size}," in shown["jobs/finetune.py"]
-    assert f"expert_dropout={finetune.EXPERT_DROPOUT}," in shown["jobs/finetune.py"]
-    assert f"capacity_factor={finetune.CAPACITY}" in shown["jobs/finetune.py"]
+    assert f"train.steps={short.steps}, train.lr={finetune.LR}," in shown["wings/jobs/finetune.py"]
+    assert f"data.batch_size={short.batch_size}," in shown["wings/jobs/finetune.py"]
+    assert f"expert_dropout={finetune.EXPERT_DROPOUT}," in shown["wings/jobs/finetune.py"]
+    assert f"capacity_factor={finetune.CAPACITY}" in shown["wings/jobs/finetune.py"]
 
 
 def test_messages_of_the_library_name_flags_on_the_command_line() -> None:

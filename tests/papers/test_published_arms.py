@@ -276,7 +276,7 @@ def test_every_exception_is_one() -> None:
     for part in NO_ARM:
         assert any(part in row["arm"] for row in ROWS), part
     left_out = {row["sweep"] for row in ROWS} - set(ARM_OF)
-    assert left_out == {"finetune"}  # jobs/finetune.py
+    assert left_out == {"finetune"}  # wings/jobs/finetune.py
 
 
 @pytest.mark.parametrize("name", ["pareto", "long_runs", "slots_experts"])

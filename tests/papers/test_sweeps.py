@@ -17,7 +17,7 @@ from orchestrator.training.worker import train_worker
 from papers import SWEEPS
 
 FEW = {"train.steps": 8, "train.report_every": 4, "train.eval_every": 8}
-# `lit` starts from trained towers: tests/jobs/test_image_text.py
+# `lit` starts from trained towers: tests/wings/image_text/test_image_text.py
 TRAINED = ["language", *(name for name in SWEEPS if name != "lit")]
 
 

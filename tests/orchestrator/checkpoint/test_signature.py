@@ -17,8 +17,6 @@ from PIL import Image
 from moe import load_signature
 from moe.signature import Signature, read_signature
 from orchestrator.checkpoint import graphs
-from orchestrator.checkpoint.foreign import foreign_folder, plan_import, write_import
-from orchestrator.checkpoint.foreign.outward import write_foreign
 from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import signature_of, write_export
 from orchestrator.codec import override, to_dict
@@ -29,6 +27,8 @@ from orchestrator.data.preparation import Preparation
 from orchestrator.evaluation.soup import write_soup
 from orchestrator.tracking.pyfunc import write_pyfunc
 from tests.orchestrator.data.images import encoded, exif
+from wings.weights import foreign_folder, plan_import, write_import
+from wings.weights.outward import write_foreign
 
 RNG = np.random.default_rng(0)
 # Bicubic sums stay within 0..255: two libraries cut them at different times.

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 from orchestrator.data.preparation import AS_IT_IS, Preparation
 from orchestrator.errors import UsageError
+from wings.weights.tensors import ForeignWeights, Lazy
 
 Resize = Callable[[Tensor, int], Tensor]  # (1, D, old, old), new -> (1, D, new, new)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

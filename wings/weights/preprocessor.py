@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.checkpoint.foreign.kind import by_channel
 from orchestrator.errors import UsageError
+from wings.weights.kind import by_channel
 
 RESAMPLES = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 # Processors whose fields mean the same. Others do what their code says, as to resize by 256/224.

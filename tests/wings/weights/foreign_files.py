@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from orchestrator.checkpoint.foreign import plan_import, write_import
+from wings.weights import plan_import, write_import
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moe.exported import load
-from orchestrator.checkpoint.foreign import plan_import, write_import
 from orchestrator.errors import UsageError
 from wings.image_text.two_towers import ImageText
 from wings.image_text.zero_shot import embed_classes
+from wings.weights import plan_import, write_import
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
 BOTH = {"model.kind": "two_towers"}

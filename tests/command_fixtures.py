@@ -1,4 +1,4 @@
-"""A sweep that is trained, and jobs as a user runs them on it."""
+"""Commands as a user runs them, on a storage that is empty or has a trained sweep."""
 
 import sys
 from collections.abc import Callable

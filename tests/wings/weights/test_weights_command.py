@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from jobs import evaluate, export, import_weights, train
+from jobs import evaluate, export, train
 from moe.exported import load
 from orchestrator import load_model
 from orchestrator.checkpoint.start import start_from
 from orchestrator.sweeps.catalog import make_sweep
+from wings.jobs import import_weights
 
 WEIGHTS = Path(__file__).parents[1] / "goldens" / "weights"
 Call = Callable[..., tuple[str, str]]

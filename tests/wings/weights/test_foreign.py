@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe.exported import load
-from orchestrator.checkpoint.foreign import plan_import, write_import
 from orchestrator.errors import UsageError
-from tests.orchestrator.checkpoint.foreign_files import GOLDENS, configured, expected_of, imported, rewritten
 from tests.parts import library
+from tests.wings.weights.foreign_files import GOLDENS, configured, expected_of, imported, rewritten
+from wings.weights import plan_import, write_import
 
 FOLDERS = sorted(path.name for path in GOLDENS.iterdir() if (path / "config.json").is_file())
 FILES = sorted(path.name for path in GOLDENS.glob("*.*") if "expected" not in path.name)

@@ -25,13 +25,6 @@ from moe.models.vit import ViTConfig
 from moe.signature import SIGNATURE, read_signature
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
-from orchestrator.checkpoint.foreign import flax, huggingface, timm, torchvision, towers
-from orchestrator.checkpoint.foreign.copies import pick
-from orchestrator.checkpoint.foreign.kind import Facts, Resize
-from orchestrator.checkpoint.foreign.mapping import ImportPlan, plan_vit, vit_of
-from orchestrator.checkpoint.foreign.outward import ForeignFolder
-from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy, format_of, open_foreign, shortened
-from orchestrator.checkpoint.foreign.towers import plan_towers, split_towers
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import read_metadata, signature_of, write_export
 from orchestrator.codec import override, to_dict
@@ -42,6 +35,13 @@ from orchestrator.errors import UsageError, reason_of
 from orchestrator.names import run_name
 from orchestrator.tasks import ClassificationConfig, TaskConfig
 from wings.image_text.contrastive import ContrastiveConfig
+from wings.weights import flax, huggingface, timm, torchvision, towers
+from wings.weights.copies import pick
+from wings.weights.kind import Facts, Resize
+from wings.weights.mapping import ImportPlan, plan_vit, vit_of
+from wings.weights.outward import ForeignFolder, write_foreign as write_foreign
+from wings.weights.tensors import ForeignWeights, Lazy, format_of, open_foreign, shortened
+from wings.weights.towers import plan_towers, split_towers
 
 log = logging.getLogger(__name__)
 
@@ -341,11 +341,6 @@ def is_foreign(location: str) -> bool:
         return False
 
 
-def is_import(location: str) -> bool:
-    """Returns whether a file was made from weights of another project."""
-    return location.endswith(SUFFIX) and "source" in read_metadata(location)
-
-
 def import_once(source: str, root: str) -> str:
     """Returns the file that weights of another project were made into below `root`: now, or earlier.
 
@@ -357,7 +352,9 @@ def import_once(source: str, root: str) -> str:
         planned = plan_import(source, name=name)
         _check_said(planned)
     except UsageError as error:
-        raise UsageError(f"{error} (jobs/import_weights.py takes what the weights do not say)") from None
+        raise UsageError(
+            f"{error} (wings/jobs/import_weights.py takes what the weights do not say)"
+        ) from None
     opened = planned.opened
     read = json.dumps([opened.sha256, opened.config, opened.preprocessor], sort_keys=True)
     folder = storage.join(root, "imports", f"{name}-{hashlib.sha256(read.encode()).hexdigest()[:12]}")

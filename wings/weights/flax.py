@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from moe.adapt import resize_position
-from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
-from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 from orchestrator.errors import UsageError
+from wings.weights.kind import HALF, Facts, TensorNames, WeightsKind
+from wings.weights.tensors import ForeignWeights, Lazy
 
 
 def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:

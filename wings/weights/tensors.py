@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from orchestrator import storage
-from orchestrator.checkpoint.foreign.msgpack_index import read_index
 from orchestrator.errors import UsageError, reason_of
+from wings.weights.msgpack_index import read_index
 
 SAFETENSORS_FLOATS = ("F32", "F16", "BF16", "F64")
 FLAGS = (SimpleNamespace, "argparse.Namespace")  # how timm and MAE save theirs: values, and no code

@@ -12,14 +12,14 @@ from moe.exported import load
 from moe.model import Model
 from moe.presets import preset
 from orchestrator.checkpoint.card import preprocessor
-from orchestrator.checkpoint.foreign import foreign_folder, plan_import, write_import
-from orchestrator.checkpoint.foreign.outward import write_foreign
 from orchestrator.checkpoint.models import read_model
 from orchestrator.checkpoint.weights import write_export
 from orchestrator.codec import override, to_dict
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.errors import UsageError
 from tests.parts import library
+from wings.weights import foreign_folder, plan_import, write_import
+from wings.weights.outward import write_foreign
 
 Library = Literal["timm", "huggingface"]
 TINY = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2, "mlp_dim": 48, "moe": None}

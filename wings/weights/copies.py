@@ -10,9 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from orchestrator.checkpoint.foreign.kind import WeightsKind
-from orchestrator.checkpoint.foreign.tensors import Lazy, shortened
 from orchestrator.errors import UsageError
+from wings.weights.kind import WeightsKind
+from wings.weights.tensors import Lazy, shortened
 
 # What torch.compile, data-parallel training and activation checkpointing put into names, anywhere.
 WRAPPER = re.compile(r"(?<![^./])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)[./]")

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_images
 
-from jobs import duplicates as job, pack_shards
-from orchestrator.data.duplicates import HashedSplit, pairs
+from papers.duplicates import HashedSplit, pairs
+from papers.jobs import duplicates as job, pack_shards
 
 Call = Callable[..., tuple[str, str]]
 

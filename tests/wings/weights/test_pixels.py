@@ -13,12 +13,12 @@ from PIL import Image
 from torch import Tensor
 
 from orchestrator.checkpoint.card import PREPROCESSOR, preprocessor
-from orchestrator.checkpoint.foreign import plan_import
 from orchestrator.codec import read_config
 from orchestrator.config import DataConfig
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import Transform
 from tests.parts import library
+from wings.weights import plan_import
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
 SIDES = ((50, 37), (32, 32), (33, 32), (36, 36), (97, 101), (19, 210), (240, 17), (64, 49))  # width, height

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from moe.exported import load
-from orchestrator.checkpoint.foreign import import_once, plan_import, write_import
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import model_location
-from tests.orchestrator.checkpoint.foreign_files import (
+from tests.parts import library
+from tests.wings.weights.foreign_files import (
     GOLDENS,
     configured,
     expected_of,
     imported,
 )
-from tests.parts import library
+from wings.weights import import_once, plan_import, write_import
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 BARE = str(GOLDENS / "timm_deit3" / "model.safetensors")

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import torch.nn.functional as F
 
-from orchestrator.checkpoint.foreign.kind import Facts, TensorNames, WeightsKind
-from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
+from wings.weights.kind import Facts, TensorNames, WeightsKind
+from wings.weights.tensors import ForeignWeights, Lazy
 
 HEADS = {768: 12, 1024: 16, 1280: 16}  # width of B, L and H
 NAMES = TensorNames(

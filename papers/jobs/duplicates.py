@@ -1,7 +1,7 @@
 """Find images that two splits or data sets have in common: a table, a CSV of pairs, and a page to look at.
 
-python jobs/duplicates.py /data/flowers
-python jobs/duplicates.py /data/pretraining /data/flowers s3://bucket/pets --out /tmp/duplicates
+python papers/jobs/duplicates.py /data/flowers
+python papers/jobs/duplicates.py /data/pretraining /data/flowers s3://bucket/pets --out /tmp/duplicates
 
 Compares train with val of each data set, and every split with those of the others. Two images whose hashes
 differ by at most 4 of 64 bits are duplicates, up to 8 they are to be looked at; mirror images count. Images
@@ -22,8 +22,8 @@ from jobs._cli import Storage, check_out, command, print_table
 from jobs._flags import flag, parse
 
 if TYPE_CHECKING:
-    from orchestrator.data.duplicates import HashedSplit, Pair
     from orchestrator.data.shards import DataSet
+    from papers.duplicates import HashedSplit, Pair
 
 CSV, PAGE = "duplicates.csv", "duplicates.html"
 COLUMNS = ("verdict", "distance", "mirrored", "one", "one_key", "other", "other_key")
@@ -59,9 +59,9 @@ def main() -> None:
 def find_duplicates(flags: DuplicatesFlags) -> None:
     """Hashes every split, compares them in pairs, and writes what is near."""
     from orchestrator import storage
-    from orchestrator.data.duplicates import SAME, hash_split, pairs
     from orchestrator.data.manifest import open_manifest
     from orchestrator.data.shards import DataSet
+    from papers.duplicates import SAME, hash_split, pairs
 
     out = storage.absolute(flags.out) if flags.out else flags.storage.below("duplicates")
     check_out(out, own=(CSV, PAGE))

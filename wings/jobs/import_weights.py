@@ -1,11 +1,11 @@
 """Make a model of ours from weights of timm, Hugging Face, torchvision, big_vision, AugReg or V-MoE.
 
-python jobs/import_weights.py vit_base_patch16_224.augreg/ --out augreg-b16     a folder of timm
-python jobs/import_weights.py dinov2-small/ --out dinov2-s14                    a folder of transformers
-python jobs/import_weights.py vit_b_16.pth --out tv-b16 --mean imagenet         a state dict of torchvision
-python jobs/import_weights.py B_16.npz --out b16 --set model.image_size=384     big_vision or AugReg
-python jobs/import_weights.py dino.pth --out dino --mean imagenet --set model.heads=6    with timm's names
-python jobs/import_weights.py vmoe_s32/ckpt --out vmoe-s32                      V-MoE: the part before .index
+python wings/jobs/import_weights.py vit_base_patch16_224.augreg/ --out augreg-b16   a folder of timm
+python wings/jobs/import_weights.py dinov2-small/ --out dinov2-s14   a folder of transformers
+python wings/jobs/import_weights.py vit_b_16.pth --out tv-b16 --mean imagenet   a state dict of torchvision
+python wings/jobs/import_weights.py B_16.npz --out b16 --set model.image_size=384   big_vision or AugReg
+python wings/jobs/import_weights.py dino.pth --out dino --mean imagenet --set model.heads=6   timm's names
+python wings/jobs/import_weights.py vmoe_s32/ckpt --out vmoe-s32   V-MoE: the part before .index
 
 The kind is recognised from the content. Every tensor is accounted for before any is read. The folder is a
 model for every command, e.g. `--init-from DIR`; so is the source itself.
@@ -59,8 +59,8 @@ def import_weights(flags: ImportFlags) -> None:
     from moe.exported import WEIGHTS
     from orchestrator import storage
     from orchestrator.checkpoint.files import SUFFIX
-    from orchestrator.checkpoint.foreign import plan_import, write_import
     from orchestrator.checkpoint.weights import check_export
+    from wings.weights import plan_import, write_import
 
     out = storage.absolute(flags.out)
     check_export(out, fresh=flags.fresh)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from moe.models.vit import ViTConfig
 from moe.signature import SIGNATURE, Signature
-from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
-from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
-from orchestrator.checkpoint.foreign.preprocessor import Preprocessing, read_preprocessor
-from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 from orchestrator.errors import UsageError
+from wings.weights.kind import HALF, Facts, TensorNames, WeightsKind
+from wings.weights.outward import ForeignFolder, check_expressible
+from wings.weights.preprocessor import Preprocessing, read_preprocessor
+from wings.weights.tensors import ForeignWeights, Lazy
 
 PATCHES = r"(?:(?:vit|dinov2|vision_model)\.)?embeddings\.patch_embedding(?:s\.projection)?\.weight"
 OPENS = "transformers.AutoModelForImageClassification.from_pretrained('{out}')"

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from orchestrator.checkpoint.foreign import Import, is_foreign, plan_import
 from orchestrator.errors import UsageError
-from tests.orchestrator.checkpoint.foreign_files import GOLDENS
+from tests.wings.weights.foreign_files import GOLDENS
+from wings.weights import Import, is_foreign, plan_import
 
 State = dict[str, Tensor]
 SAID = {"model.heads": 2}

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from orchestrator.checkpoint.foreign.copies import TRAINING
-from orchestrator.checkpoint.foreign.flax import heads_of, in_torch, names_of, unstacked
-from orchestrator.checkpoint.foreign.kind import Facts
-from orchestrator.checkpoint.foreign.mapping import ImportPlan, Planner
-from orchestrator.checkpoint.foreign.tensors import Lazy, combine, zero_tensor
 from orchestrator.errors import UsageError
 from wings.image_text.text_tower import TextConfig
 from wings.image_text.two_towers import TwoTowersConfig
+from wings.weights.copies import TRAINING
+from wings.weights.flax import heads_of, in_torch, names_of, unstacked
+from wings.weights.kind import Facts
+from wings.weights.mapping import ImportPlan, Planner
+from wings.weights.tensors import Lazy, combine, zero_tensor
 
 IMAGE, TEXT, BODY = "img/", "txt/", "Encoder_0/"
 ASSUMED = "the text tower pools the last token, as SigLIP's and LiT's do: weights do not say it"

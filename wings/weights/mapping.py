@@ -16,10 +16,10 @@ from moe.layer import MoEConfig
 from moe.model import ModelConfig
 from moe.models.vit import ViTConfig
 from moe.routers import TokenChoiceConfig
-from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames
-from orchestrator.checkpoint.foreign.tensors import Lazy, combine, zero_tensor
 from orchestrator.errors import UsageError
 from wings.image_text.two_towers import TwoTowersConfig
+from wings.weights.kind import HALF, Facts, TensorNames
+from wings.weights.tensors import Lazy, combine, zero_tensor
 
 
 @dataclass(frozen=True, kw_only=True)

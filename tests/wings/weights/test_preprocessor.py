@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.checkpoint.foreign.preprocessor import read_preprocessor
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import Transform, encode_png
 from orchestrator.errors import UsageError
 from tests.parts import library
+from wings.weights.preprocessor import read_preprocessor
 
 PROCESSORS: list[tuple[str, dict[str, Any]]] = [
     ("ViT", {}),

@@ -20,12 +20,12 @@ from moe.models.vit import ViTConfig
 from moe.signature import SIGNATURE
 from orchestrator import storage
 from orchestrator.checkpoint.card import PREPROCESSOR, preprocessor
-from orchestrator.checkpoint.foreign.kind import TensorNames
-from orchestrator.checkpoint.foreign.mapping import scaled_rows
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import check_export, write_file
 from orchestrator.codec import to_dict
 from orchestrator.errors import UsageError
+from wings.weights.kind import TensorNames
+from wings.weights.mapping import scaled_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`jobs/evaluate.py --shots` and `jobs/finetune.py` as a user runs them."""
+"""`jobs/evaluate.py --shots` and `wings/jobs/finetune.py` as a user runs them."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import evaluate, finetune, train
+from jobs import evaluate, train
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.augment import CropConfig
@@ -20,6 +20,7 @@ from orchestrator.tracking.store import open_reader
 from orchestrator.training.worker import train_worker
 from tests.mlflow_reader import RunInfo, children, find_sweep, newest_of
 from tests.orchestrator.as_one import train_on_ranks
+from wings.jobs import finetune
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("model.width=16", "model.mlp_dim=32", "model.moe.num_experts=4", "train.steps=4", "train.lr=5e-3")
@@ -169,7 +170,7 @@ def test_a_suite_of_two_sets(
 
 def in_a_process(home: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "jobs/finetune.py", *args],
+        [sys.executable, "wings/jobs/finetune.py", *args],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "MOE_FRONTIER_HOME": str(home)},
         capture_output=True,

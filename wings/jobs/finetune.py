@@ -1,9 +1,9 @@
 """Fine-tune a trained model on other data sets, several times each, beside a linear probe of the model.
 
-  python jobs/finetune.py soft --data /data/flowers --image-size 16
-  python jobs/finetune.py models:/quickstart@pareto-knee --data /data/flowers --data /data/pets --seeds 3 \\
+  python wings/jobs/finetune.py soft --data /data/flowers --image-size 16
+  python wings/jobs/finetune.py models:/quickstart@pareto-knee --data /data/flowers --data /data/pets \\
       --set train.steps=1000 --set data.augment=inception --workers 2 --ep 2
-  python jobs/finetune.py soft --suite papers/vmoe/vtab1k.toml --root /data/vtab \\
+  python wings/jobs/finetune.py soft --suite papers/vmoe/vtab1k.toml --root /data/vtab \\
       --set data.batch_size=512 train.clip_norm=1
 
 A suite is a TOML file of [[rows]] with name, path and, where wanted, group, classes, steps, warmup, size,

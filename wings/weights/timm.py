@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from moe.models.vit import ViTConfig
 from moe.signature import Signature
-from orchestrator.checkpoint.foreign.kind import Facts, TensorNames, WeightsKind, by_channel
-from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
-from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 from orchestrator.errors import UsageError
+from wings.weights.kind import Facts, TensorNames, WeightsKind, by_channel
+from wings.weights.outward import ForeignFolder, check_expressible
+from wings.weights.tensors import ForeignWeights, Lazy
 
 TANH = (
     r"vit_(base_patch32_siglip\w*_256|giantopt_patch16_siglip\w*|large_patch16_siglip\w*_512|"

@@ -1,0 +1,1 @@
+"""The commands of the wings, which `moe-frontier` offers beside its own."""
