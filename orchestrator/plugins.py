@@ -215,9 +215,6 @@ def _parts(config: Any) -> Iterator[Any]:
         yield config
         for field in fields(config):
             yield from _parts(getattr(config, field.name))
-    elif isinstance(config, tuple):
-        for entry in config:
-            yield from _parts(entry)
 
 
 def _name(plugin: str) -> str:
