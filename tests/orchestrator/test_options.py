@@ -247,11 +247,11 @@ def sweep_cases(root: Path) -> dict[Field, list[tuple[str, Pair, Pair]]]:
     of_options("labels", "swept:labels", {"team": "a"})
     of_options("trackers", "swept:followed", (TensorBoardConfig(),))
     for cls, name, value in (
-        ("EarlyStopping", "chance", 0.0),
+        ("EarlyStopping", "chance", 0.1),
         ("EarlyStopping", "loss", 0.5),
         ("RunToCompletion", "cheapest_first", True),
     ):
-        by_kind = {"EarlyStopping": EarlyStopping(), "RunToCompletion": RunToCompletion()}
+        by_kind = {"EarlyStopping": EarlyStopping(chance=0.0), "RunToCompletion": RunToCompletion()}
         was = replace(options, policy=by_kind[cls], max_concurrent=1)
         now = replace(was, policy=replace(was.policy, **{name: value}))
         found[cls, name] = [("swept:order", (uneven, was), (uneven, now))]
