@@ -18,9 +18,10 @@ from mkdocs.structure.files import File, Files
 import moe
 import orchestrator
 from jobs._list import description, models, scales, sweeps
-from jobs._main import FILES
+from jobs._main import COMMANDS
 from moe.codec import dataclasses_of, hints_of, to_dict
 from orchestrator.config import RunConfig
+from orchestrator.costs import known_costs
 from orchestrator.tasks import TaskConfig
 from orchestrator.training.metrics import METRICS
 
@@ -102,7 +103,7 @@ def meanings(cls: type) -> dict[str, str]:
 def commands_page() -> str:
     lines = ["# Commands", "What `--help` of each command prints."]
     os.environ["COLUMNS"] = HELP_WIDTH
-    for name in sorted(path.stem for path in FILES.values()):
+    for name in sorted(m.removeprefix("jobs.") for m in COMMANDS.values() if m.startswith("jobs.")):
         lines += [f"## {name}", f"```text\n{help_of(name)}```"]
     return "\n\n".join(lines)
 
@@ -119,7 +120,7 @@ def help_of(command: str) -> str:
 
 
 def metrics_page() -> str:
-    metrics = dict(METRICS)
+    metrics = {name: (cost.unit, cost.meaning) for name, cost in known_costs().items()} | METRICS
     for task in TaskConfig.kinds.values():
         metrics |= task.described
     rows = (f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in metrics.items())

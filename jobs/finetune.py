@@ -97,11 +97,11 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
     """Trains and records the runs of the flags; returns why runs failed, by their names."""
     from orchestrator.checkpoint.start import start_report
     from orchestrator.evaluation.evaluate import default_device
+    from orchestrator.runs.run_directory import RunDir
     from orchestrator.sweeps.driver import SweepOptions, trained_trials
     from orchestrator.sweeps.finetune import failures, fine_tuned, finetune_sweep, probe
     from orchestrator.sweeps.suite import rates_sweep, with_best_rates
     from orchestrator.training.fit import check_data
-    from orchestrator.training.run_directory import RunDir
 
     store = flags.places.open_store()
     model = model_of(flags.model, flags.places)

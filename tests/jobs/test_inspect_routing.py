@@ -83,6 +83,7 @@ def test_every_router(home: Path, call: Call, tmp_path: Path, router: str) -> No
         assert "MLflow has no run" in printed
 
 
+@pytest.mark.smoke
 def test_one_layer_of_the_training_images(call: Call, tmp_path: Path) -> None:
     few = ("--split", "train", "--images", "9", "--examples", "2")
     stopped, printed = call("soft", "--layers", "1", *few, "--out", str(tmp_path))

@@ -185,6 +185,7 @@ def test_checks_of_a_healthy_laptop(call: Call) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.smoke
 def test_a_failed_check_as_json(call: Call, empty_home: Path) -> None:
     code, out = call(plan.main, "--check", "--json", "--workers", "4")
     document = json.loads(out)  # nothing else is printed to stdout

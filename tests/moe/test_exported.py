@@ -17,7 +17,7 @@ from moe.codec import from_dict, to_dict
 from moe.exported import load
 from moe.layer import MoEConfig
 from moe.model import ModelConfig
-from moe.models import DecoderConfig, TwoTowersConfig
+from moe.models import TwoTowersConfig
 from moe.models.vit import ViTConfig
 from moe.presets import PRESETS, VITS, create_model
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig, TopKConfig
@@ -25,6 +25,7 @@ from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from moe.routers.balance import SignConfig
 from moe.upgrade import upgraded_model
 from tests.moe.parts import KINDS, build_vit, images
+from wings.language.decoder import DecoderConfig
 
 MOE = Path(__file__).parents[2] / "moe"
 ROUTERS = [

@@ -28,22 +28,22 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from moe import parallel
 from moe.expert_parallel import ExpertParallel
+from orchestrator import estimate
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.costs import computed
 from orchestrator.data.augment.base import at, draw
 from orchestrator.data.batch import Batch
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import fetches_whole_shards, in_process, open_stream
 from orchestrator.errors import UsageError
-from orchestrator.sweeps import estimate
+from orchestrator.packing.pack import Sample, write_shards
+from orchestrator.runs.metrics_file import Metrics
+from orchestrator.runs.run_directory import RunDir, acquire_run_dir
 from orchestrator.training import fit, launch, loop, worker as worker_module
 from orchestrator.training.dry_run import fake_ranks
 from orchestrator.training.loop import evaluate, train_step
-from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.progress import costs
 from orchestrator.training.resources import run_resources
-from orchestrator.training.run_directory import RunDir, acquire_run_dir
 from orchestrator.training.worker import Worker, build_model, train_worker
 from tests.parts import png, poison_memory
 
@@ -131,7 +131,7 @@ def planned(run: RunConfig) -> dict[str, Any]:
     """Costs, memory, traffic and disk, as computed from the config."""
     links = estimate.layout(run, run.ep())
     return {
-        "costs": costs(run, run.train.steps),
+        "costs": computed(run, run.train.steps),
         "memory": dict(links.memory),
         "traffic": {name: tuple(sent.__dict__.values()) for name, sent in links.traffic.items()},
         "disk": (estimate.checkpoint_bytes(run), estimate.checkpoints_kept(run)),
@@ -314,7 +314,8 @@ def requests(run: RunConfig) -> dict[str, Any]:
 
         def fit(self) -> None: ...
 
-    with patch.object(launch, "Trainer", Trainer), patch.dict(os.environ):
+    # An object that is put would start a Ray.
+    with patch.object(launch, "Trainer", Trainer), patch("ray.put"), patch.dict(os.environ):
         launch.on_workers(lambda config: None, run, {}, with_feeds=False)
     scaling = given["scaling_config"]
     return {

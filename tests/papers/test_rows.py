@@ -14,11 +14,12 @@ from typing import get_args
 
 import pytest
 
-from jobs._main import FILES
+from jobs._main import COMMANDS
 from moe import ViT, routers
 from moe.presets import PRESETS
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
+from orchestrator.costs import known_costs
 from orchestrator.errors import UsageError
 from orchestrator.frontier.published import DRAWABLE
 from orchestrator.sweeps.build import WORST_FIRST
@@ -31,7 +32,7 @@ from tests.golden import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 ROWS = rows()
-JOBS = {path.name for path in FILES.values()}
+JOBS = {f"{module.rpartition('.')[2]}.py" for module in COMMANDS.values()}
 LANES = {"": "`make test`", "smoke": "`make test-smoke`", "slow": "`make test-all`"}
 SETTING = r"(model|train|task|data|scale)\.[\w.]+(=.*)?"
 NAMED = {  # what else stands in code marks -> whether it exists
@@ -136,7 +137,7 @@ def check(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for word in words:
             assert f"{word.removeprefix('--')}=" in text
     elif "/" in code:
-        assert code in METRICS
+        assert code in {*METRICS, *known_costs()}
     else:
         assert code in FAMILIES or NAMED[code]()
 

@@ -58,17 +58,17 @@ def built(moe: dict[str, Any] | None, **fields: Any) -> Model:
 SMOKE = ("soft", "token choice, sinkhorn", "dropless", "expert choice", "attention pooling")
 
 
-def models(fast: tuple[str, ...]) -> list[Any]:
+def models() -> list[Any]:
     cases = {name: (moe, {}) for name, moe in CASES.items()}
     cases |= {name: (None, fields) for name, fields in MODELS.items()}
 
     def lane(name: str) -> Any:
-        return () if name in fast else pytest.mark.smoke if name in SMOKE else pytest.mark.slow
+        return pytest.mark.smoke if name in SMOKE else pytest.mark.slow
 
     return [pytest.param(*case, id=name, marks=lane(name)) for name, case in cases.items()]
 
 
-@pytest.mark.parametrize(("moe", "fields"), models(fast=("token choice, groups",)))
+@pytest.mark.parametrize(("moe", "fields"), models())
 def test_a_program_of_torch(moe: dict[str, Any] | None, fields: dict[str, Any], tmp_path: Path) -> None:
     """The same operators in the same order: equal to the bit. Of a dropless model it has slots."""
     model = built(moe, **fields)
@@ -77,7 +77,7 @@ def test_a_program_of_torch(moe: dict[str, Any] | None, fields: dict[str, Any], 
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
 
 
-@pytest.mark.parametrize(("moe", "fields"), models(fast=()))
+@pytest.mark.parametrize(("moe", "fields"), models())
 def test_onnx(moe: dict[str, Any] | None, fields: dict[str, Any], tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         library(package)

@@ -125,6 +125,7 @@ def test_on_s3(failure: str, kind: str, bucket: Bucket, caplog: pytest.LogCaptur
     check_fault(bucket.uri("checkpoints"), fault, "OSError", caplog)
 
 
+@pytest.mark.smoke
 def test_parts_of_a_large_file(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
     """None stays, not even where listings do not show it."""
 

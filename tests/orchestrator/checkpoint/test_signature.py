@@ -91,6 +91,7 @@ def test_our_own_formats_have_it(signed: ModelRef, tmp_path: Path) -> None:
     assert f"The model {SIGNED}." in (folder / "README.md").read_text()
 
 
+@pytest.mark.smoke
 def test_graphs_have_it(signed: ModelRef, tmp_path: Path) -> None:
     model = signed.load()
     graphs.write_program(model, str(tmp_path / "a.pt2"), SIGNED)

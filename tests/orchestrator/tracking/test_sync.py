@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,14 @@ from orchestrator import storage
 from orchestrator.codec import flat
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.runs.lock import move_aside
+from orchestrator.runs.run_directory import Result, RunDir, write_json
+from orchestrator.runs.sweep_directory import SUMMARY, SweepDir
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.find import KEY, check_original
 from orchestrator.tracking.registry import checkpoint_of, registered_name
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
-from orchestrator.training.lock import move_aside
-from orchestrator.training.run_directory import Result, RunDir, write_json
-from orchestrator.training.sweep_directory import SUMMARY, SweepDir
 from tests.made_directories import begin, begin_sweep, end, report, run_at, sweep_record
 from tests.mlflow_reader import RunInfo, children, find_sweep, newest_of
 from tests.orchestrator.tracking.conftest import open_store
@@ -86,14 +87,14 @@ def test_saying_it_again_changes_nothing(tracking: Tracking, store: Store, tmp_p
     assert model.tags["checkpoint"].endswith("/step-00000010")
 
 
-def test_a_lost_database_gets_everything_again(tmp_path: Path) -> None:
+def test_a_lost_database_gets_everything_again(tmp_path: Path, empty_store: Callable[[Path], str]) -> None:
     run = run_at(tmp_path, "lost")
     directory = begin(run)
     report(run, {10: {"train/loss": 3.0}})
-    for name in ("a.db", "b.db"):
-        tracking = open_tracking(f"sqlite:///{tmp_path}/{name}", artifacts=str(tmp_path / "files"))
+    for name in ("a", "b"):
+        tracking = open_tracking(empty_store(tmp_path / name), artifacts=str(tmp_path / "files"))
         Sync(tracking, directory).update(live=True)
-        if name == "a.db":
+        if name == "a":
             report(run, {20: {"train/loss": 2.0}})
     assert found(tracking, directory).history("train/loss") == [(80, 3.0), (160, 2.0)]
 
