@@ -295,7 +295,7 @@ class Encoder(Model[E]):
         return_stats: bool = False,
         return_routings: bool = False,
     ) -> Output:
-        B = len(images)
+        B = images.shape[0]
         inputs, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B, routing_overrides)
         x_BSD, aux, stats, routings = self.through(
             self.embedded(inputs, keys_B), valid_B, keys_B, routing_overrides, return_stats, return_routings
@@ -314,7 +314,7 @@ class Encoder(Model[E]):
         """
         for point in points:
             self.config.check_overrides(point)
-        B = len(images)
+        B = images.shape[0]
         inputs, valid_BP, _ = self.whole_groups(images, valid_B)
         blocks: list[tuple[int, Block]] = list(enumerate(self.blocks))  # pyright: ignore[reportAssignmentType]
         found: dict[int, dict[str, Tensor]] = {}

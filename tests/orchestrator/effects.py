@@ -85,7 +85,7 @@ def untimed(metrics: Metrics) -> Metrics:
 @cache
 def _batch(run: RunConfig, number: int) -> Batch:
     """Random samples with the fields that the run's task and data read."""
-    size, side, rng = run.data.batch_size, run.model.image_size, torch.Generator().manual_seed(number)
+    size, side, rng = run.data.batch_size, run.model.image_side(), torch.Generator().manual_seed(number)
     fields: dict[str, Tensor] = {"label": torch.randint(10, (size, 1), generator=rng)}
     for name, field in run.task.fields(run.model).items():
         texts = [CAPTIONS[(n + number) % len(CAPTIONS)].encode() for n in range(size)]

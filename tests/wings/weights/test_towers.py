@@ -139,7 +139,7 @@ def test_both_towers(parent: str, head: bool, probe: bool, scan: bool, twice: bo
     write_import(planned, str(tmp_path / "out"))
     model: Any = load(tmp_path / "out")
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9], [49, 2, 2, 1, 1, 1]])
-    pixels = torch.rand(2, 3, model.config.image_size, model.config.image_size) * 2 - 1
+    pixels = torch.rand(2, 3, *2 * (model.config.image_side(),)) * 2 - 1
     heads = model(ImageText(pixels, tokens)).heads
     torch.testing.assert_close(heads["text"].double(), torch.tensor(np.array(expected)), rtol=1e-5, atol=1e-5)
     write_import(plan_import(source, name="image"), str(tmp_path / "image"))
@@ -175,7 +175,7 @@ def test_another_size_of_images(tmp_path: Path) -> None:
     image = image_tower(head=False)
     text = text_tower(np.random.default_rng(0), image["Transformer/encoder_norm/bias"].shape[0])
     source = saved(tmp_path / "both.npz", image, text, T | B)
-    size = 2 * plan_import(source, name="x").run.model.image_size
+    size = 2 * plan_import(source, name="x").run.model.image_side()
     both = plan_import(source, name="x", changes=BOTH | {"model.image.image_size": size})
     alone = plan_import(source, name="x", changes={"model.image_size": size})
     assert both.resized == alone.resized is not None
