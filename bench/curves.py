@@ -35,15 +35,15 @@ from moe.cost import train_flops_6mac
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.images import encode_png
-from orchestrator.data.packing import write_shards
-from orchestrator.data.samples import Sample
-from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process
+from orchestrator.packing import open_source
+from orchestrator.packing.pack import write_shards
+from orchestrator.packing.samples import Sample
+from orchestrator.runs.metrics_file import Metrics
 from orchestrator.sweeps.arms import Arm, expert_choice, moe, soft, token_choice
 from orchestrator.sweeps.catalog import SHARP, make_sweep
 from orchestrator.sweeps.scales import TINY, Scale, vit_size
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.worker import train_worker
 from papers.routers.sweeps import routers
 from papers.soft_moe.sweeps import pareto
@@ -111,7 +111,7 @@ def make(name: str, folder: str) -> Sweep:
     splits: dict[str, list[Sample]] = {"train": [], "val": []}
     for split, sample in images:
         splits[split].append(sample)
-    write_shards(f"{folder}/data", [str(i) for i in range(sweep.base.model.num_classes)], splits)
+    write_shards(f"{folder}/data", [str(i) for i in range(sweep.base.model.num_outputs())], splits)
     return replace(sweep, base=override(sweep.base, {"data.path": f"{folder}/data"}))
 
 
@@ -186,7 +186,7 @@ def record(name: str, seeds: int, processes: int) -> dict[str, Any]:
                 entry = curves.setdefault(arm, {"cost/train_flops_6mac": cost, "val/acc1": []})
                 entry["val/acc1"].append(list(future.result().values()))
                 print(f"{i:4}/{len(runs)}  {arm}, seed {seed}: {future.result()[steps]:.4f}", flush=True)
-    about = {"sweep": name, "steps": steps, "every": every, "classes": sweep.base.model.num_classes}
+    about = {"sweep": name, "steps": steps, "every": every, "classes": sweep.base.model.num_outputs()}
     return provenance() | about | {"arms": curves}
 
 

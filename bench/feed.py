@@ -79,7 +79,7 @@ def stream_of(run: RunConfig, split: Any, rank: int, workers: int, whole: bool =
     return (
         open_stream(run, split, rank, workers, whole=whole)
         if run.data.path
-        else ReadyStream(run.model.image_size)
+        else ReadyStream(run.model.image_side())
     )
 
 

@@ -145,10 +145,10 @@ class TrainStep:
     """A whole training step in three phases, over random images."""
 
     def __init__(self, model: ViT, device: torch.device, images: int, *, stats: bool = False) -> None:
-        self.model, self.stats, size = model, stats, model.config.image_size
+        self.model, self.stats, size = model, stats, model.config.image_side()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         self.images = torch.randn(images, 3, size, size, device=device)
-        self.labels = torch.randint(0, model.config.num_classes, (images,), device=device)
+        self.labels = torch.randint(0, model.config.num_outputs(), (images,), device=device)
         self.keys = torch.arange(images, device=device)
         self.loss = self.images.new_zeros(())
 
@@ -254,7 +254,7 @@ def compare(bench: Bench, name: str, dtype: torch.dtype, compiled: bool = False)
     allow_tf32(False)
     batch = random_batch(16, 8)
     model = build(bench, small(name, dropout=0.1), dtype, compiled)
-    forward_backward(model, batch)  # from the second call on, solvers are CUDA graphs
+    forward_backward(model, batch)
     loss, gradients, ours = forward_backward(model, batch)
     exact, batch = reference(name), (batch[0].double(), *batch[1:])
     _, _, theirs = forward_backward(exact, batch)
@@ -290,7 +290,7 @@ def repeat(bench: Bench, name: str, dtype: torch.dtype) -> Row:
     config, row = small(name, moe_blocks=1), Row()
     if not bench.tiny:
         config = replace(VITS["S/16"], depth=2, moe=config.moe)
-    model, batch = build(bench, config, dtype), random_batch(4 if bench.tiny else 32, config.image_size)
+    model, batch = build(bench, config, dtype), random_batch(4 if bench.tiny else 32, config.image_side())
     names = [parameter for parameter, _ in model.named_parameters()]
     with Operators() as operators:
         forward_backward(model, batch)

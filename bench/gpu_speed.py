@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from bench.gpu_checks import ROUTERS as CHECKED, Bench, Case, Row, Rows, TrainStep, allow_tf32
 from bench.peers import DIM, PEERS, ROUTERS, SLOTS, TOKENS, Layer, build
 from moe import ExpertChoiceConfig, MoEConfig, SoftConfig, ViT, ViTConfig
-from moe.cost import forward_gflops_2mac, num_params, param_shapes, slots_per_token, train_flops_6mac
+from moe.cost import (
+    forward_gflops_2mac,
+    model_costs,
+    num_params,
+    param_shapes,
+    slots_per_token,
+    train_flops_6mac,
+)
 from moe.experts import Experts
 from moe.parallel import ParallelConfig, build_whole
 from moe.presets import VITS
@@ -92,7 +99,7 @@ def layers(bench: Bench, rows: Rows) -> Iterator[Case]:
 
 @torch.no_grad()
 def solver(bench: Bench, router: ExpertChoiceConfig) -> Row:
-    """Time of a MoE layer's transport plans for 256 images in groups of 8; on a GPU, of a replayed graph."""
+    """Time of a MoE layer's transport plans for 256 images in groups of 8."""
     G, S, E = (2, 64, 4) if bench.tiny else (32, 1576, 32)
     logits_GSE, valid_GS = torch.randn(G, S, E, device=bench.device), torch.ones(G, S, device=bench.device)
     gates_GSE, capacity = logits_GSE.softmax(-1), router.slots(num_tokens=S, num_experts=E)
@@ -235,7 +242,7 @@ def train_bytes(config: ViTConfig) -> float:
     """Returns the least memory of a training step on one image: of a parameter the weight, the gradient and
     AdamW's two means in float32 and a copy in bfloat16, one gradient in bfloat16, and activations."""
     sizes = [*map(prod, param_shapes(config).values())]
-    return (4 * 4 + 2) * sum(sizes) + 2 * max(sizes) + sum(config.activations(2).saved)
+    return (4 * 4 + 2) * sum(sizes) + 2 * max(sizes) + sum(model_costs(config, number=2).activations.saved)
 
 
 def train(bench: Bench, run: Run, rows: Rows) -> Row:

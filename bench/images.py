@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from orchestrator.data.packing import Sample, write_shards
+from orchestrator.packing.pack import Sample, write_shards
 
 CLASSES = 10
 FIELD = 1024  # side of the noise that images are cut from

@@ -20,7 +20,7 @@ from moe.cost import num_params
 from moe.presets import PRESETS
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.sweeps.estimate import GIB, checkpoint_bytes, layout, resolve_auto
+from orchestrator.estimate import GIB, checkpoint_bytes, layout, resolve_auto
 from orchestrator.training.dry_run import dry_run
 
 PAGE = ROOT / "docs/scale.md"

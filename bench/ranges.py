@@ -37,11 +37,12 @@ from bench.images import draw
 from bench.provenance import provenance
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data import packing, shards
+from orchestrator.data import shards
 from orchestrator.data.cache import CACHE_FOLDER, cached
 from orchestrator.data.manifest import locate
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_process, open_stream
+from orchestrator.packing import pack as packing
+from orchestrator.packing.pack import Sample, write_shards
 
 ROWS, DISTINCT, BATCH = 128, 1000, 256
 FORMS = ("ranges", "runs", "both", "whole", "warm")

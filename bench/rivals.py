@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
-from orchestrator.sweeps.queue import Job, TrialState
+from orchestrator.sweeps.queue import Job, Policy, TrialState
 
 
 def ranks(points: np.ndarray) -> np.ndarray:
@@ -22,13 +22,13 @@ def ranks(points: np.ndarray) -> np.ndarray:
     return found
 
 
-class CheapestFirst:
+class CheapestFirst(Policy):
     def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
         for state in sorted((state for state in states if state.waiting), key=lambda state: state.cost):
             yield Job(state=state, until=state.steps)
 
 
-class Oracle:
+class Oracle(Policy):
     """Knows every point from the start, and trains only the frontier's arms, in the order of what each adds
     per cost.
 
@@ -57,7 +57,7 @@ class Oracle:
             yield Job(state=state, until=state.steps)
 
 
-class Promotion:
+class Promotion(Policy):
     """ASHA (Li et al. 2020, algorithm 2): the best 1/eta of the trials at a rung go on, the highest rung
     first. If there is none, the next arm begins.
 

@@ -42,13 +42,13 @@ from bench.harness import RESULTS, options
 from bench.provenance import provenance
 from bench.rivals import CheapestFirst, Oracle, Promotion, non_dominated, scalarised
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
+from orchestrator.runs.metrics_file import read_metrics
+from orchestrator.runs.run_directory import Result
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps.build import read_trials
 from orchestrator.sweeps.queue import Policy, RunToCompletion, TrialQueue, TrialState
 from orchestrator.sweeps.replay import WORKERS, replay
 from orchestrator.sweeps.stopping import RUNG, EarlyStopping
-from orchestrator.training.metrics_file import read_metrics
-from orchestrator.training.run_directory import Result
-from orchestrator.training.sweep_directory import SweepDir
 
 RECORDED = {
     "routers": "curves-routers-tiny",

@@ -22,13 +22,13 @@ from bench.study_page import ROUTING, write_page
 from bench.study_table import COST, TABLE, TEST, VAL, Arms, read_table
 from orchestrator.codec import override
 from orchestrator.data.manifest import open_manifest
+from orchestrator.runs.metrics_file import MetricsRow, read_metrics
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.sweeps.build import TrialRecord, read_trials
 from orchestrator.sweeps.catalog import modern, study
 from orchestrator.sweeps.operating import COSTS, operating_rows
 from orchestrator.sweeps.scales import Scale
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.metrics_file import MetricsRow, read_metrics
-from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 MEASURED = ("cost/device_s", "perf/ms_per_image")
 LOAD = ("moe/dropped_frac", "moe/load_cv", "moe/seats_mean")

@@ -85,9 +85,9 @@ def measure(model: str, setting: str, seconds: float) -> Record:
     keep_freed_memory()
     network = build_model(run, torch.device("cpu"), seed=run.train.seed)
     optimizer = run.train.optimizer.build(network)
-    images, side, at = run.data.batch_size, run.model.image_size, torch.arange(run.data.batch_size)
+    images, side, at = run.data.batch_size, run.model.image_side(), torch.arange(run.data.batch_size)
     pixels = torch.randint(256, (images, 3, side, side), dtype=torch.uint8)
-    fields = {"image": pixels, "label": torch.randint(run.model.num_classes, (images, 1))}
+    fields = {"image": pixels, "label": torch.randint(run.model.num_outputs(), (images, 1))}
     batch = Batch(fields=fields, valid=torch.ones(images), key=at, sample=at)
     for step in range(3):
         train_step(network, optimizer, batch, run, step=step)

@@ -21,6 +21,7 @@ from jobs._list import description, models, scales, sweeps
 from jobs._main import COMMANDS
 from moe.codec import dataclasses_of, hints_of, to_dict
 from orchestrator.config import RunConfig
+from orchestrator.costs import known_costs
 from orchestrator.tasks import TaskConfig
 from orchestrator.training.metrics import METRICS
 
@@ -119,7 +120,7 @@ def help_of(command: str) -> str:
 
 
 def metrics_page() -> str:
-    metrics = dict(METRICS)
+    metrics = {name: (cost.unit, cost.meaning) for name, cost in known_costs().items()} | METRICS
     for task in TaskConfig.kinds.values():
         metrics |= task.described
     rows = (f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in metrics.items())

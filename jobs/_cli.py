@@ -228,8 +228,8 @@ class Storage:
     def shards(self, data: str) -> str:
         """The location of shards; tars and parquet files of other projects are indexed first."""
         from orchestrator import storage
-        from orchestrator.data.external import index_external_shards
         from orchestrator.data.manifest import has_manifest
+        from orchestrator.packing.in_place import index_external_shards
 
         path = storage.absolute(data)
         return path if has_manifest(path) else index_external_shards(path, self.root(), execute=on_cluster)
@@ -344,7 +344,7 @@ def _results_in(folder: str) -> str:
     """Names the kind of results in `folder`, e.g. "a run or a sweep"; empty for files of other programs."""
     from orchestrator import storage
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.training.run_directory import kind_of
+    from orchestrator.runs.run_directory import kind_of
 
     if kind_of(folder):
         return "a run or a sweep"

@@ -25,7 +25,7 @@ def describe_model(model: ModelConfig) -> str:
 
 def describe_data(run: RunConfig) -> str:
     """The images or sequences of a run, the passes over them, and the accuracy that guessing would reach."""
-    manifest, size = open_manifest(run.data.path), run.model.image_size
+    manifest, size = open_manifest(run.data.path), run.model.image_side()
     rows, seen = manifest.rows("train"), run.train.steps * run.data.batch_size
     own = own_size(run) if size else None
     epochs = f"{seen / rows:.3g}" if seen < 1000 * rows else f"{seen / rows:,.0f}"

@@ -171,9 +171,9 @@ def draw_frontier(
     a page of their own.
     """
     from orchestrator import storage
+    from orchestrator.runs.sweep_directory import SweepDir
     from orchestrator.sweeps.operating import OPERATING, frontier_of_models, table_of, with_operating
     from orchestrator.sweeps.publish import PAGE, publish_and_send, write_files
-    from orchestrator.training.sweep_directory import SweepDir
 
     root = on.places.root()
     apart = out or storage.join(root, "operating-points")
@@ -210,7 +210,7 @@ def draw_frontier(
 def on_images_of_training(tasks: list[EvalTask]) -> bool:
     """Whether all models were evaluated on the validation split of the data that they were trained with."""
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.training.run_directory import RunDir
+    from orchestrator.runs.run_directory import RunDir
 
     def on_its_own(task: EvalTask) -> bool:
         record = RunDir(task.model.directory or RunDir.of(task.model.run).path).record()

@@ -43,7 +43,7 @@ def evaluate_zero_shot(
         scores = by.measure(model, lambda loaded, read=read, find=find: find(loaded, read()), on)
         found = {name: each.metrics() for name, each in scores.items()}
         pixels, other = None, "train" if on.split == "val" else "val"
-        if open_manifest(path).rows(other) * 3 * model.run.model.image_size**2 <= MOST_PIXELS:
+        if open_manifest(path).rows(other) * 3 * model.run.model.image_side() ** 2 <= MOST_PIXELS:
             pixels = nearest_pixels(on.images(model, path, {}, split=other), on.images(model, path, {}))
         table = scores["all"].table(here.classes)
         report = {

@@ -56,7 +56,7 @@ def models() -> Listed:
         [
             name,
             model.family(),
-            f"{model.image_size} x {model.image_size}",
+            f"{model.image_side()} x {model.image_side()}",
             f"{num_params(model) / 1e6:,.1f}M",
             f"{forward_gflops_2mac(model):.3g}",
         ]
@@ -83,7 +83,7 @@ def scales() -> Listed:
         run = found.base
         training = f"{run.train.steps:,} x {run.data.batch_size}"
         loss = getattr(run.task, "loss", run.task.kind)
-        model = (run.model.image_size, run.model.num_classes)
+        model = (run.model.image_side(), run.model.num_outputs())
         rows.append([name, " ".join(found.sizes), *model, found.experts, training, loss])
     return ["--scale", "sizes", "image", "classes", "experts", "steps x batch", "loss"], rows
 

@@ -24,7 +24,7 @@ class Record:
         empty for a model without a run, whose figures are not recorded.
         """
         from orchestrator.data.manifest import open_manifest
-        from orchestrator.training.measurements import data_names
+        from orchestrator.runs.measurements import data_names
 
         if model.directory is None:
             self._homeless.append(model.name)
@@ -42,7 +42,7 @@ class Record:
         labels: Mapping[str, str] | None = None,
     ) -> None:
         """Writes a measurement of the run or the sweep in a directory."""
-        from orchestrator.training.measurements import write_measurement
+        from orchestrator.runs.measurements import write_measurement
 
         write_measurement(
             directory, metrics, tables=tables, files=files, data=data, labels=labels, by=source_labels()
@@ -54,9 +54,9 @@ class Record:
         later.
         """
         from orchestrator.errors import UsageError
+        from orchestrator.runs.measurements import FOLDER
+        from orchestrator.runs.sweep_directory import owner_of
         from orchestrator.sweeps.publish import send
-        from orchestrator.training.measurements import FOLDER
-        from orchestrator.training.sweep_directory import owner_of
 
         if self._homeless:
             print(f"not recorded, because the run is not there: {', '.join(dict.fromkeys(self._homeless))}")

@@ -5,7 +5,7 @@ import signal
 import threading
 from typing import Any
 
-from orchestrator.training import notice
+from orchestrator.runs import notice
 
 # Ctrl-C; `ray job stop`, Kubernetes; Slurm; a terminal that is closed
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

@@ -6,11 +6,12 @@ import ray
 
 from jobs._cli import print_table
 from orchestrator.errors import UsageError
+from orchestrator.estimate import Estimate, estimate, memory_problem
 from orchestrator.frontier.published import published
 from orchestrator.output import duration
+from orchestrator.planning.preflight import unfit
 from orchestrator.sweeps.budget import Device
-from orchestrator.sweeps.estimate import Estimate, estimate, memory_problem
-from orchestrator.sweeps.preflight import unfit
+from orchestrator.sweeps.queue import Policy
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.sweeps.tuning import Tuned
 
@@ -62,17 +63,18 @@ def print_tuned(tuned: Tuned) -> None:
     print_table(columns, rows, title=title)
 
 
-def print_spending(sweep: Sweep) -> None:
+def print_spending(sweep: Sweep, policy: Policy) -> None:
     """Prints which part of the plan early stopping is expected to spend."""
     from orchestrator.sweeps.replay import expected_spending
     from orchestrator.sweeps.run import unbegun
 
     low, middle, high = expected_spending(
-        lambda: [unbegun(trial, sweep.cost) for trial in sweep.trials().values()]
+        lambda: [unbegun(trial, sweep.cost) for trial in sweep.trials().values()], policy
     )
     print(
         f"with --stop-early: {middle:.0%} of this, {low:.0%} to {high:.0%} in 8 of 10 sweeps that are drawn"
-        f" from what it assumes. Recorded sweeps took {RECORDED} (docs/early_stopping.md)."
+        f" from what early_stopping assumes, which took {RECORDED} of recorded sweeps"
+        " (docs/early_stopping.md)."
     )
 
 

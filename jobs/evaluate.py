@@ -216,7 +216,7 @@ def evaluate_model(
     from orchestrator.evaluation.evaluate import EvalTask, figures
     from orchestrator.evaluation.points import point_key, point_name
     from orchestrator.frontier.points import as_shown
-    from orchestrator.training.measurements import metric_name
+    from orchestrator.runs.measurements import metric_name
 
     path, split = flags.on.path(model), flags.on.split
     outputs = labels_by_name(model, path, flags.classes)

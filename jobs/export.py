@@ -182,7 +182,7 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
     assert flags.out
     out = storage.absolute(flags.out)
     source = read_model(location).in_groups(flags.images_per_group)
-    if not source.run.model.image_size:
+    if not source.run.model.image_side():
         raise UsageError(f"--format {flags.format} takes models of images, and {source.name} reads none")
     if flags.format == "timm" or flags.format == "huggingface":
         folder = foreign_folder(flags.format, source)

@@ -97,11 +97,11 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
     """Trains and records the runs of the flags; returns why runs failed, by their names."""
     from orchestrator.checkpoint.start import start_report
     from orchestrator.evaluation.evaluate import default_device
+    from orchestrator.runs.run_directory import RunDir
     from orchestrator.sweeps.driver import SweepOptions, trained_trials
     from orchestrator.sweeps.finetune import failures, fine_tuned, finetune_sweep, probe
     from orchestrator.sweeps.suite import rates_sweep, with_best_rates
     from orchestrator.training.fit import check_data
-    from orchestrator.training.run_directory import RunDir
 
     store = flags.places.open_store()
     model = model_of(flags.model, flags.places)
@@ -193,7 +193,7 @@ def report(
     """Prints the accuracies by data set, of groups and of all, and returns them with a table of all runs. A
     mean is of data sets that all have a seed that finished.
     """
-    size, was = base.model.image_size, model.run.model.image_size
+    size, was = base.model.image_side(), model.run.model.image_side()
     sizes = ", ".join(f"{n} x {n}" for n in sorted({row.size or size for row in rows}))
     print(
         f"\naccuracy after fine-tuning at {sizes}, mean +- 95 % interval over seeds; probe: ridge"

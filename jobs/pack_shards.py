@@ -23,6 +23,7 @@ Sources; each PATH and --out is local or s3://bucket/prefix:
   text:PATH         a text file, a folder of .txt, .md and .rst files, or a pattern; longer sequences are
                     'text:PATH?length=256', of 257 bytes
   FILE.py:NAME      a function in a file of your own, which returns samples
+  KIND:PATH         a format of your own, which --plugin FILE defines
   torchvision:NAME  a class of torchvision.datasets, below --root, fetched only with --download;
                     other arguments of the class follow: 'torchvision:EMNIST?split=letters'
 
@@ -46,17 +47,14 @@ from math import ceil, log
 from typing import TYPE_CHECKING
 
 from jobs._cli import check_writable, command, on_cluster
-from jobs._flags import flag, parse
+from jobs._flags import PLUGIN, flag, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.tokenizers import TokenizerConfig
-    from orchestrator.data.packing import PackingReport
     from orchestrator.data.text import CaptionReport
+    from orchestrator.packing.pack import PackingReport
 
-# Kinds of sources with a path.
-KINDS = ("folder", "webdataset", "parquet", "csv", "mds", "litdata", "text", "torchvision")
-BUNDLED = ("digits", "digits-captions", "cluttered-digits", "python-topics")
 SHOWN = 20  # lines about skipped files
 TOKENS, BATCH = (
     16,
@@ -65,18 +63,9 @@ TOKENS, BATCH = (
 REPEATED = 0.9  # of a batch; a warning is printed if fewer captions are distinct
 
 
-def source_name(text: str) -> str:
-    """Reads --source. Raises UsageError for a kind of path that does not exist."""
-    kind, colon, _ = text.partition(":")
-    if colon and kind not in KINDS and not kind.endswith(".py"):
-        known = (*BUNDLED, *KINDS, "your own FILE.py:NAME")
-        raise UsageError(f"unknown kind {kind!r} of sources; known: {', '.join(known)}")
-    return text
-
-
 @dataclass(frozen=True, kw_only=True)
 class PackFlags:
-    source: str = flag(help="see above", read=source_name)
+    source: str = flag(help="see above")
     out: str = flag(help="directory or URI for train/, val/ and manifest.json")
     val_frac: float = flag(0.2, "fraction for validation, of text its end, if the source has no split")
     fresh: bool = flag(False, "replace an earlier data set at --out")
@@ -104,6 +93,7 @@ class PackFlags:
         False, "train, val, test and the like, in names of folders, files and samples, are no splits"
     )
     json: bool = flag(False, "print the report as JSON")
+    plugin: tuple[str, ...] = PLUGIN
 
 
 def main() -> None:
@@ -115,51 +105,52 @@ def main() -> None:
 def pack_source(flags: PackFlags) -> None:
     """Packs the source and prints a report. Raises UsageError for an --out that cannot be used."""
     from orchestrator import storage
+    from orchestrator.data.parquet import Columns
+    from orchestrator.packing import source_of
+    from orchestrator.plugins import load_plugins
 
     if not flags.out:
         raise UsageError("--out is empty: name a directory or URI")
     out = storage.absolute(flags.out).rstrip("/")
-    kind, _, path = flags.source.partition(":")
-    place = storage.absolute(path.partition("?")[0] if kind == "text" else path).rstrip("/")
-    apart = not f"{out}/".startswith(f"{place}/") and not f"{place}/".startswith(f"{out}/")
-    if kind in KINDS and kind != "torchvision" and not apart:  # --fresh could delete the source
-        raise UsageError(f"--out {out} and the source {place} lie in each other: choose another place")
-    captions = flags.captions or bool(flags.caption_column) or flags.source == "digits-captions"
-    if flags.tokenizer and not captions:
-        raise UsageError("--tokenizer is that of captions: give --captions too")
-    check_writable("--out", out)
-
-    from orchestrator.data.formats import Columns
-    from orchestrator.data.packing import captions_of_split, check_free, pack
-    from orchestrator.data.preparation import Preparation
-    from orchestrator.data.sources import open_source
-    from orchestrator.data.text import caption_report, tokenizer_of
-
-    if not flags.fresh:
-        check_free(out)
-    preparation = Preparation(background=flags.background, white=flags.white)
-    source = open_source(
+    load_plugins(flags.plugin)
+    source = source_of(
         flags.source,
         root=flags.root,
         download=flags.download,
         val_frac=flags.val_frac,
         columns=Columns(flags.image_column, flags.label_column, flags.caption_column),
-        captions=captions,
+        captions=flags.captions or bool(flags.caption_column),
         caption_lines=flags.caption_lines,
         ignore_split_names=flags.ignore_split_names,
-        execute=on_cluster,
     )
-    train, val = (captions_of_split(source, split) if captions else [] for split in ("train", "val"))
+    place = source.location()
+    if place and (f"{out}/".startswith(f"{place}/") or f"{place}/".startswith(f"{out}/")):
+        # --fresh could delete the source.
+        raise UsageError(f"--out {out} and the source {place} lie in each other: choose another place")
+    captions = source.captions or source.captioned == "all"
+    if flags.tokenizer and not captions:
+        raise UsageError("--tokenizer is that of captions: give --captions too")
+    check_writable("--out", out)
+
+    from orchestrator.data.preparation import Preparation
+    from orchestrator.data.text import caption_report, tokenizer_of
+    from orchestrator.packing.pack import captions_of_split, check_free, pack
+
+    if not flags.fresh:
+        check_free(out)
+    preparation = Preparation(background=flags.background, white=flags.white)
+    listed = source.samples(on_cluster)
+    train, val = (captions_of_split(listed, split) if captions else [] for split in ("train", "val"))
     tokenizer = tokenizer_of(flags.tokenizer or "words", train) if captions else None
     more = {"preparation": preparation, "tokenizer": tokenizer}
-    report = pack(out, source, fresh=flags.fresh, execute=on_cluster, **more)
+    report = pack(out, listed, fresh=flags.fresh, execute=on_cluster, **more)
     report.save(out)
     if flags.json:
         print(json.dumps(report.to_json(), indent=1))
         return
     if tokenizer:
         print_captions(tokenizer, caption_report(tokenizer, train, val, batch=BATCH))
-    print_report(out, report, "images" if source.images else "sequences")
+    print_report(out, report, "images" if listed.images else "sequences")
 
 
 def print_report(out: str, report: PackingReport, noun: str) -> None:
@@ -187,7 +178,7 @@ def print_report(out: str, report: PackingReport, noun: str) -> None:
 
 
 def print_skipped(report: PackingReport) -> None:
-    from orchestrator.data.report import NOT_AN_IMAGE
+    from orchestrator.packing.report import NOT_AN_IMAGE
 
     others = [line.removesuffix(NOT_AN_IMAGE) for line in report.skipped if line.endswith(NOT_AN_IMAGE)]
     if others:

@@ -40,6 +40,7 @@ from orchestrator.errors import UsageError
 if TYPE_CHECKING:
     from orchestrator.frontier.frontier import Frontier
     from orchestrator.sweeps.budget import Device
+    from orchestrator.sweeps.queue import Policy
     from orchestrator.sweeps.run import SweepRun
     from orchestrator.sweeps.search import SearchOptions
     from orchestrator.sweeps.sweep import Sweep
@@ -95,6 +96,9 @@ class SweepFlags:
     quality: str | None = flag(
         None, "metric to maximise, e.g. fewshot/acc_10shot; default: the sweep's own, else the task's"
     )
+    cost: str | None = flag(
+        None, "metric to minimise, e.g. cost/params, or a cost of a --plugin; default: the sweep's own"
+    )
     seeds: int | None = flag(
         None, "train every arm with seeds 0 .. N-1; default: the sweep's own", least=1, metavar="N"
     )
@@ -104,7 +108,13 @@ class SweepFlags:
     confirm: int | None = flag(
         None, "number of knees to train again on 2 workers; default: 1, with --branch-at 0", least=0
     )
-    stop_early: bool = flag(False, "pass by arms that are not worth their cost (docs/early_stopping.md)")
+    stop_early: tuple[str, ...] | None = flag(
+        None,
+        "pass by arms that are not worth their cost (docs/early_stopping.md); another policy is named by its"
+        " kind, and its fields are set: early_stopping loss=0.03",
+        nargs="*",
+        metavar="KIND",
+    )
     tune: tuple[str, tuple[float, ...]] | None = flag(
         None,
         "first give every arm its best of these values, by trials on seeds of their own (docs/sweeps.md)",
@@ -128,9 +138,6 @@ class SweepFlags:
         metavar="STEP,STEP",
     )
     cooldown: int | None = flag(None, "steps of a cooldown run; default: a fifth of its steps", least=1)
-    branch_cost: Literal["full", "marginal"] | None = flag(
-        None, "what a cooldown run costs: all steps of its arm (default), or only its own"
-    )
     plan: bool = flag(False, "only print what every trial needs and costs, and which trials do not fit")
     mfu: float | None = flag(
         None, f"fraction of the device's peak that training reaches; default of --plan: {PLAN_MFU}"
@@ -146,7 +153,6 @@ class SweepFlags:
     def __post_init__(self) -> None:
         needs = {
             "cooldown": "branch_at",
-            "branch_cost": "branch_at",
             "trials": "search",
             "warm_start": "search",
             "tune_seeds": "tune",
@@ -156,7 +162,7 @@ class SweepFlags:
             if getattr(self, name) and not getattr(self, needed):
                 flags = (f"--{word.replace('_', '-')}" for word in (name, needed))
                 raise UsageError("{} does nothing without {}".format(*flags))
-        if self.branch_at and (self.search or self.stop_early):
+        if self.branch_at and (self.search or self.stop_early is not None):
             raise UsageError("--branch-at plans every trial ahead: leave out --search and --stop-early")
         if self.tune and (self.search or self.branch_at):
             raise UsageError("--tune tries values of arms that are named: leave out --search and --branch-at")
@@ -223,6 +229,8 @@ class SweepFlags:
             sweep = replace(sweep, quality=self.quality)
             if self.quality.startswith("fewshot/") and sweep.base.train.fewshot is None:
                 sweep = replace(sweep, base=override(sweep.base, {"train.fewshot": {}}))
+        if self.cost:
+            sweep = replace(sweep, cost=self.cost)
         if self.seeds:
             sweep = replace(sweep, seeds=tuple(range(self.seeds)))
         if self.search:
@@ -234,8 +242,6 @@ class SweepFlags:
         if self.branch_at:
             at = tuple(sorted(self.branch_at))
             sweep = replace(sweep, trunk=Trunk(at=at, cooldown=self.cooldown or max(1, at[0] // 4)))
-            if self.branch_cost == "marginal":
-                sweep = replace(sweep, cost="cost/marginal_train_flops_6mac")
         return sweep
 
     def priced(self, sweep: Sweep) -> tuple[str, Device]:
@@ -248,6 +254,21 @@ class SweepFlags:
         if kind not in devices:
             raise UsageError(f"--device {kind!r} is not in {prices}: {', '.join(devices)}")
         return kind, devices[kind]
+
+    def policy(self) -> Policy:
+        """Raises UsageError for an unknown policy, or a value that its field refuses."""
+        from orchestrator.codec import read_config
+        from orchestrator.sweeps.queue import Policy, RunToCompletion
+        from orchestrator.sweeps.stopping import EarlyStopping
+
+        if self.stop_early is None:
+            return RunToCompletion()
+        fields = dict(word.split("=", 1) for word in self.stop_early if "=" in word)
+        kinds = [word for word in self.stop_early if "=" not in word] or [EarlyStopping.kind]
+        try:
+            return read_config(Policy, {"kind": " ".join(kinds), **fields})
+        except UsageError as error:
+            raise UsageError(f"--stop-early: {error}") from None
 
     def tuning(self) -> Tuning | None:
         """Raises UsageError for values that make no grid."""
@@ -283,17 +304,15 @@ def sweep(flags: SweepFlags) -> None:
         return print_sweeps(flags.scale)
     from jobs._describe import describe_data
     from jobs._sweep_plan import plan, print_spending, print_tuned
+    from orchestrator.planning.preflight import check_sweep
     from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
-    from orchestrator.sweeps.preflight import check_sweep
     from orchestrator.sweeps.progress import SweepProgress
-    from orchestrator.sweeps.queue import RunToCompletion
-    from orchestrator.sweeps.stopping import EarlyStopping
     from orchestrator.sweeps.tuning import tune
 
     if flags.run.asks_for_fields():
         return print_fields(flags.named_sweep().base)
-    sweep, tuning = flags.make(), flags.tuning()
+    sweep, tuning, policy = flags.make(), flags.tuning(), flags.policy()
     first = tuning and tuning.first_round(sweep)
     kind, device = flags.priced(sweep)
     budget = Budget(hours=flags.budget_hours, usd=flags.budget_usd, usd_per_hour=device.usd_per_hour)
@@ -309,18 +328,18 @@ def sweep(flags: SweepFlags) -> None:
         connect()
     if flags.plan and flags.sweep in SWEEPS:
         print(description(flags.sweep))
-    if flags.plan and not flags.has_data():
-        print(f"no --data: assuming the {sweep.base.model.num_classes:,} classes of scale {flags.scale}")
+    if flags.plan and not flags.has_data() and (classes := sweep.base.model.num_outputs()):
+        print(f"no --data: assuming the {classes:,} classes of scale {flags.scale}")
     if flags.plan or flags.mfu is not None:
         plan(sweep, kind, device, flags.mfu or PLAN_MFU, first)
-        if flags.stop_early:
-            print_spending(sweep)
+        if flags.stop_early is not None:
+            print_spending(sweep, policy)
     if flags.plan:
         return
     store = flags.run.places.open_store()
     options = SweepOptions(
         mode=flags.run.mode(),
-        policy=EarlyStopping() if flags.stop_early else RunToCompletion(),
+        policy=policy,
         max_concurrent=flags.max_concurrent,
         search=flags.drawing(),
         budget=budget,
@@ -348,10 +367,10 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
     """Prints the frontier, and where its page, its pictures and its models are."""
     from jobs._describe import guessing
     from orchestrator import storage
+    from orchestrator.runs.sweep_directory import SweepDir
     from orchestrator.sweeps.publish import PAGE, PNG
     from orchestrator.tracking.registry import registered_name
     from orchestrator.tracking.store import redact_uri
-    from orchestrator.training.sweep_directory import SweepDir
 
     own, uri = SweepDir.of(sweep.base), flags.run.places.uri()
     if left := run.trials_left():

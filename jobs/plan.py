@@ -39,7 +39,7 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from orchestrator.config import RunConfig
-    from orchestrator.sweeps.estimate import Layout
+    from orchestrator.estimate import Layout
 
 LAYOUTS = """\
 GiB: 2^30 bytes of tensors at the peak of a step, by part; add a tenth for the allocator.
@@ -127,7 +127,7 @@ def plan(model: str, flags: PlanFlags) -> None:
     Raises:
         UsageError: after the tables, if no layout fits the memory.
     """
-    from orchestrator.sweeps.estimate import Links, choose, layouts, resolve_auto
+    from orchestrator.estimate import Links, choose, layouts, resolve_auto
 
     run = planned_run(model, flags)
     found = layouts(run, Links(intra_gb_per_s=flags.intra, inter_gb_per_s=flags.inter))
@@ -166,7 +166,7 @@ def on_gpus(model: str, changes: dict[str, Any]) -> RunConfig:
 
 def summary(run: RunConfig) -> str:
     from moe.cost import num_expert_params, num_params
-    from orchestrator.sweeps.estimate import FP32, checkpoint_bytes
+    from orchestrator.estimate import FP32, checkpoint_bytes
 
     params, experts, images = num_params(run.model), num_expert_params(run.model), run.images_per_pass()
     return (
@@ -181,7 +181,7 @@ def summary(run: RunConfig) -> str:
 def try_layout(flags: DryRunFlags) -> None:
     """Prints what a step of the first worker holds and sends; exits with 1 if its device cannot hold it."""
     with command(f"dry run of {flags.model} on {flags.workers} workers", plugins=flags.plugin):
-        from orchestrator.sweeps.estimate import GIB, memory_problem, resolve_auto
+        from orchestrator.estimate import GIB, memory_problem, resolve_auto
         from orchestrator.training.dry_run import dry_run
 
         mesh = {"scale.workers": flags.workers, "scale.ep": flags.ep}
@@ -201,7 +201,7 @@ def try_layout(flags: DryRunFlags) -> None:
 
 
 def memory_table(found: Sequence[Layout], memory_gib: float) -> str:
-    from orchestrator.sweeps.estimate import GIB
+    from orchestrator.estimate import GIB
 
     lines = [f"{'GiB':<5}{'dp':>5}{'ep':>5}{''.join(f'{part:>12}' for part in found[0].memory)}{'peak':>9}"]
     for layout in found:
@@ -212,7 +212,7 @@ def memory_table(found: Sequence[Layout], memory_gib: float) -> str:
 
 
 def traffic_table(found: Sequence[Layout]) -> str:
-    from orchestrator.sweeps.estimate import Sent
+    from orchestrator.estimate import Sent
 
     names = "".join(f"{name:>17}" for name in (*found[0].traffic, "sum"))
     lines = [f"{'GB':<5}{'dp':>5}{'ep':>5}{names}{'link s':>9}"]
@@ -269,7 +269,7 @@ def check(flags: CheckFlags) -> None:
     """Prints what the checks found; exits with 1 if one of them failed."""
     to, places = sys.stderr if flags.json else sys.stdout, flags.run.places
     with command("checking what the sweep needs", plugins=places.plugin, to=to):
-        from orchestrator.sweeps.preflight import preflight
+        from orchestrator.planning.preflight import preflight
 
         with redirect_stdout(to):
             sweep = flags.make()

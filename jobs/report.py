@@ -34,10 +34,10 @@ def report(flags: ReportFlags) -> None:
     """Writes page and pictures, prints the frontier, and brings MLflow up to date."""
     from orchestrator import storage
     from orchestrator.frontier.points import is_complete
+    from orchestrator.runs.state import directory_state
     from orchestrator.sweeps.build import sweep_frontier
     from orchestrator.sweeps.publish import FILES, publish_and_send, write_files
     from orchestrator.tracking.store import redact_uri
-    from orchestrator.training.state import directory_state
 
     directory, missing = flags.places.below(flags.name), ""
     out = storage.absolute(flags.out) if flags.out else directory

@@ -95,8 +95,8 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 def stop(flags: SweepsFlags) -> None:
     """Says at once if nothing runs there."""
+    from orchestrator.runs.state import directory_state
     from orchestrator.sweeps.housekeeping import stop
-    from orchestrator.training.state import directory_state
 
     assert flags.name
     directory = flags.places.below(flags.name)

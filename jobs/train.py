@@ -121,12 +121,13 @@ class RunFlags:
             model_of_weights: without --model, the model is that of the weights that --init-from names. Of
                 weights of other projects it always is.
         """
-        from moe.codec import to_dict
+        from moe.codec import member_of, to_dict
+        from moe.model import ModelConfig
         from orchestrator.checkpoint.foreign import is_import
         from orchestrator.checkpoint.models import read_model
         from orchestrator.config_file import check_written, merged
         from orchestrator.data.manifest import open_manifest
-        from orchestrator.data.packing import digits
+        from orchestrator.packing.pack import digits
 
         fields = self.fields()
         written = str(fields.pop("name", base.name)).rpartition("/")[2]
@@ -161,7 +162,7 @@ class RunFlags:
             path = self.places.shards(data) if data else digits(root, source)
             if not (data or self.fresh):
                 check_trained_on(path, self.places.below(name))
-            changes |= {"data.path": path, "model.num_classes": len(open_manifest(path).classes)}
+            changes |= {"data.path": path}
         weights = None if init_from is None else self._weights(init_from, name)
         optional = {
             "model": self.model,
@@ -180,6 +181,11 @@ class RunFlags:
             changes |= {f"data.{field}": value for field, value in was.data.eval_settings().items()}
         if weights:
             changes["train.init_from"] = weights
+        if path := changes.get("data.path"):
+            written = {**to_dict(base.model), **changes.get("model", {})}
+            model = member_of(ModelConfig, {"kind": assigned.get("model.kind", written["kind"])}, "model")
+            sized = model.for_classes(len(open_manifest(path).classes))
+            changes |= {f"model.{field}": value for field, value in sized.items()}
         changes |= assigned
         if self.config:
             check_written(self.config, fields, base, changes)
@@ -196,7 +202,7 @@ class RunFlags:
         from orchestrator import storage
         from orchestrator.checkpoint import manifest
         from orchestrator.evaluation.models import model_location
-        from orchestrator.training.run_directory import RunDir
+        from orchestrator.runs.run_directory import RunDir
 
         directory = self.places.below(name)
         try:
@@ -215,8 +221,8 @@ def check_trained_on(default: str, directory: str) -> None:
     """Raises UsageError if the run or the sweep in the directory has other data than `default`, which a
     command without --data would take.
     """
-    from orchestrator.training.run_directory import RunDir
-    from orchestrator.training.sweep_directory import SweepDir
+    from orchestrator.runs.run_directory import RunDir
+    from orchestrator.runs.sweep_directory import SweepDir
 
     run, sweep = RunDir(directory).record(), SweepDir(directory).record()
     config = run.config if run else sweep.base if sweep else None
@@ -263,10 +269,10 @@ def train(flags: RunFlags) -> None:
         return print_models()
     from jobs._describe import describe_data, describe_model
     from orchestrator.config import RunConfig
-    from orchestrator.sweeps import driver
+    from orchestrator.runs.run_directory import RunDir
     from orchestrator.training.fit import check_data, decided_by_data
     from orchestrator.training.resources import is_inline
-    from orchestrator.training.run_directory import RunDir
+    from orchestrator.training.train import train as train_run
 
     if flags.asks_for_fields():
         return print_fields(RunConfig())
@@ -278,7 +284,7 @@ def train(flags: RunFlags) -> None:
         connect()
     store = flags.places.open_store()
     try:
-        result = driver.train(run, mode=flags.mode(), store=store, labels=source_labels(), trackers=trackers)
+        result = train_run(run, mode=flags.mode(), store=store, labels=source_labels(), trackers=trackers)
     except UsageError:
         raise
     except Exception as error:

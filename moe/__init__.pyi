@@ -21,6 +21,7 @@ from .init import (
 )
 from .layer import MoEConfig as MoEConfig, MoELayer as MoELayer
 from .model import (
+    ImageModelConfig as ImageModelConfig,
     Model as Model,
     ModelConfig as ModelConfig,
     Output as Output,

@@ -56,9 +56,9 @@ def _built(cls: Any, data: Mapping[str, Any], path: str) -> Any:
 
 @cache
 def hints_of(cls: type) -> dict[str, Any]:
-    """Returns the type of every field."""
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls)}
+    """Returns the type of every field, ``kind`` first."""
+    hints, names = get_type_hints(cls), [field.name for field in fields(cls)]
+    return {name: hints[name] for name in sorted(names, key=lambda name: name != "kind")}
 
 
 def dataclasses_of(hint: Any) -> list[Any]:

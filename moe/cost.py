@@ -1,18 +1,43 @@
-"""The cost of a model, computed from its config: parameters and FLOPs.
+"""The cost of a model, from its config: parameters, FLOPs and activations.
 
 Conventions differ by factors of two between the papers, so each cost has its convention in its name:
 ``2mac`` counts a multiply-add (MAC) as two FLOPs (Soft MoE table 1, GFLOP/img), ``3mac`` counts forward and
 backward at one FLOP per MAC (its exaFLOP), ``6mac`` at two (V-MoE table 2).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
 import torch
 
 from moe.experts import is_expert
-from moe.model import ModelConfig, unit_shapes
+from moe.model import Activations, Costs, ModelConfig, unit_shapes
 from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.trace import trace
+
+
+def model_costs(
+    config: ModelConfig,
+    overrides: RoutingOverrides = AS_TRAINED,
+    *,
+    number: int = 4,
+    frozen: Sequence[str] = (),
+) -> Costs:
+    """Returns the costs of one image: those that the config knows (`ModelConfig.costs` has the arguments), or
+    as measured in a forward pass on the meta device.
+
+    Raises ValueError if the router refuses the overrides.
+    """
+    if known := config.costs(overrides, number=number, frozen=frozen):
+        return known
+    macs, largest, (saved, stream, widest) = trace(config.at_point(overrides))
+    macs, part = dict(macs), number / 4
+    if config.moe:
+        # With a subset of experts only their slots are mixed and computed (`experts.run_chosen`).
+        share = overrides.num_kept(config.moe.num_experts) / config.moe.num_experts
+        macs |= {name: share * macs[name] for name in ("experts", "dispatch_combine") if name in macs}
+    return Costs(macs, largest, Activations([part * size for size in saved], part * stream, part * widest))
 
 
 def num_params(config: ModelConfig) -> int:
@@ -49,12 +74,12 @@ def forward_gflops_2mac(config: ModelConfig, overrides: RoutingOverrides = AS_TR
     """
     if config.moe:
         config = config.with_moe(replace(config.moe, router=config.moe.router.eval_config()))
-    return 2 * sum(config.macs(overrides).values()) / 1e9
+    return 2 * sum(model_costs(config, overrides).macs.values()) / 1e9
 
 
 def train_flops_6mac(config: ModelConfig, images: int) -> float:
     """FLOPs of training on `images` images, forward and backward (twice the forward), two FLOPs per MAC."""
-    return 6 * sum(config.macs().values()) * images
+    return 6 * sum(model_costs(config).macs.values()) * images
 
 
 def train_flops_3mac(config: ModelConfig, images: int) -> float:

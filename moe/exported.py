@@ -16,6 +16,7 @@ from moe.codec import from_dict
 from moe.init import set_unsaved
 from moe.model import Model, ModelConfig
 from moe.signature import SIGNATURE, Signature, read_signature
+from moe.upgrade import upgraded_model
 
 # The files of an exported folder.
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -73,7 +74,7 @@ def load_signature(path: str | Path) -> Signature:
 
 def _model_config(config: dict[str, Any]) -> ModelConfig:
     try:
-        return from_dict(ModelConfig, config["model"], "model.")
+        return from_dict(ModelConfig, upgraded_model(config["model"]), "model.")
     except ValueError as error:
         made = (
             f"; import the files it was made with: {', '.join(plugins)}"

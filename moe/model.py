@@ -9,18 +9,43 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from moe.config import Family
+from moe.config import Family, PositiveInt
 from moe.experts import is_expert
 from moe.init import init_weights, set_unsaved
 from moe.layer import MoEConfig, MoELayer, filled
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routing import Router, RouterConfig, Routing
-from moe.trace import Activations, trace
+
+
+class Activations(NamedTuple):
+    """The bytes of activations per image in training.
+
+    saved: what autograd keeps for the backward pass: outside of the units, then for each unit.
+    stream: what a unit passes to the next one. widest: the largest tensor within a unit.
+    """
+
+    saved: list[float]
+    stream: float
+    widest: float
+
+
+class Costs(NamedTuple):
+    """The costs of one image.
+
+    macs: multiply-adds of a forward pass, by part. Measured parts are ``router``, ``experts``, ``shared`` and
+        ``dispatch_combine`` of all MoE layers, and the rest by the names of the model's children.
+    largest: multiply-adds of the largest matmul or convolution.
+    activations: of a training step.
+    """
+
+    macs: dict[str, float]
+    largest: float
+    activations: Activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,26 +53,31 @@ class ModelConfig(Family, ABC, default="vit"):
     """The settings of a model, and what others need to know of it before it is built.
 
     Attributes:
-        image_size: pixels of an image's side; 0 for a model that reads no images.
-        num_classes: outputs of the head; commands take the number of classes of the data.
-        moe: the MoE layers; None for a dense model.
+        moe: the MoE layers, a field of models that may have them; None for a dense model.
         gives: heads of the model's output.
-        head: name of the submodule whose input is an image's representation.
-        causal: whether the output at a token must not depend on later tokens.
-        whole_batch: whether in training an image's output depends on the batch, as with batch norm, so that
-            a batch cannot be split into microbatches.
         starts_from: prefix of the tensors that a model of another kind can be the start of; empty: all.
     """
 
-    if TYPE_CHECKING:  # fields or properties of each model
-        image_size: int = 0
-        num_classes: int = 0
-        moe: MoEConfig | None = None
+    moe = cast(MoEConfig | None, None)  # has no annotation, so it is no field here
     gives: ClassVar[tuple[str, ...]] = ("logits",)
-    head: ClassVar[str] = "head"
-    causal: ClassVar[bool] = False
-    whole_batch: ClassVar[bool] = False
     starts_from: ClassVar[str] = ""
+
+    @property
+    def head(self) -> str:
+        """The name of the submodule whose input is an image's representation."""
+        return "head"
+
+    @property
+    def causal(self) -> bool:
+        """Whether the output at a token must not depend on later tokens."""
+        return False
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether in training an image's output depends on the batch, as with batch norm, so that a batch
+        cannot be split into microbatches.
+        """
+        return False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,20 +101,28 @@ class ModelConfig(Family, ABC, default="vit"):
     def size(self) -> str:
         """Returns the size in a word, the same for models that differ only in their experts or classes."""
 
+    @abstractmethod
     def example(self, count: int) -> Tensor:
         """Returns an input of so many samples without values, on the default device."""
-        return torch.empty(count, 3, self.image_size, self.image_size)
+
+    def image_side(self) -> int:
+        """Returns the pixels per side of the images that the model reads; 0 if it reads none."""
+        return 0
+
+    def num_outputs(self) -> int:
+        """Returns the number of classes that the head `logits` tells apart; 0 if there is no such head."""
+        return 0
+
+    @classmethod
+    def for_classes(cls, count: int) -> dict[str, int]:
+        """Returns the fields of a model of data with so many classes."""
+        return {}
 
     def check(self) -> None:
         """Raises ValueError for fields that do not fit each other."""
 
-    def check_images(self, images: Tensor) -> None:
-        """Raises ValueError for images of another shape than the model's."""
-        if self.image_size and images.shape[1:] != (3, self.image_size, self.image_size):
-            raise ValueError(
-                f"images are {tuple(images.shape)}, and the model takes (B, 3, {self.image_size},"
-                f" {self.image_size}): resize them, or give the model another image_size"
-            )
+    def check_inputs(self, inputs: Tensor) -> None:
+        """Raises ValueError for inputs of another shape than the model's."""
 
     @property
     def images_per_group(self) -> int:
@@ -95,34 +133,19 @@ class ModelConfig(Family, ABC, default="vit"):
         """Returns the indices of the units with MoE layers, by default those that have experts."""
         return tuple(i for i, shapes in enumerate(unit_shapes(self)[1:]) if any(map(is_expert, shapes)))
 
-    def macs(self, overrides: RoutingOverrides = AS_TRAINED) -> dict[str, float]:
-        """Returns the multiply-adds of one image's forward pass, by part. By default they are counted in a
-        forward pass on the meta device.
-
-        Raises ValueError if the router refuses the overrides.
-        """
-        macs = dict(trace(self.at_point(overrides)).macs)
-        if self.moe:
-            # With a subset of experts only their slots are mixed and computed (`experts.run_chosen`).
-            share = overrides.num_kept(self.moe.num_experts) / self.moe.num_experts
-            macs |= {part: share * macs[part] for part in ("experts", "dispatch_combine") if part in macs}
-        return macs
-
-    def largest_matmul(self) -> float:
-        """Returns the multiply-adds of one image's largest matmul or convolution."""
-        return trace(self).largest
-
-    def activations(self, number: int = 4, frozen: Sequence[str] = ()) -> Activations:
-        """Returns the bytes of one image's activations, by default measured on the meta device.
+    def costs(
+        self, overrides: RoutingOverrides = AS_TRAINED, *, number: int = 4, frozen: Sequence[str] = ()
+    ) -> "Costs | None":
+        """Returns the costs of one image by formulas; None: `moe.cost.model_costs` measures them.
 
         Args:
             number: bytes of a number outside of routers, which compute in float32.
             frozen: prefixes of tensors that are not trained. A model that computes a part of itself without
                 gradients if all of it is frozen keeps nothing for it; others need not look.
+
+        Raises ValueError if the router refuses the overrides.
         """
-        saved, stream, widest = trace(self).activations
-        part = number / 4
-        return Activations([part * size for size in saved], part * stream, part * widest)
+        return None
 
     def family(self) -> str:
         """Returns the routing algorithm: ``dense``, or the router's kind, prefixed by the kind of its
@@ -171,6 +194,39 @@ class ModelConfig(Family, ABC, default="vit"):
         if dense := sorted(set(overrides.random_blocks).difference(blocks)):
             raise ValueError(
                 f"random_blocks={dense} are not MoE blocks; the MoE blocks of this model are {blocks}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageModelConfig(ModelConfig):
+    """The settings of a model that classifies images.
+
+    Attributes:
+        image_size: pixels of an image's side.
+        num_classes: outputs of the head; commands take the number of classes of the data.
+    """
+
+    image_size: PositiveInt = 224
+    num_classes: PositiveInt = 1000
+
+    def example(self, count: int) -> Tensor:
+        return torch.empty(count, 3, self.image_size, self.image_size)
+
+    def image_side(self) -> int:
+        return self.image_size
+
+    def num_outputs(self) -> int:
+        return self.num_classes
+
+    @classmethod
+    def for_classes(cls, count: int) -> dict[str, int]:
+        return {"num_classes": count}
+
+    def check_inputs(self, inputs: Tensor) -> None:
+        if inputs.shape[1:] != (3, self.image_size, self.image_size):
+            raise ValueError(
+                f"images are {tuple(inputs.shape)}, and the model takes (B, 3, {self.image_size},"
+                f" {self.image_size}): resize them, or give the model another image_size"
             )
 
 
@@ -339,8 +395,10 @@ class Model(nn.Module, ABC, Generic[C]):
         """Pads images, mask and keys to whole routing groups. Raises ValueError for images of another
         shape.
         """
-        self.config.check_images(images)
-        valid_B = images.new_ones(images.shape[0]) if valid_B is None else valid_B
+        self.config.check_inputs(images)
+        if valid_B is None:
+            dtype = images.dtype if images.is_floating_point() else torch.float32
+            valid_B = images.new_ones(images.shape[0], dtype=dtype)
         group = overrides.images_per_group or self.config.images_per_group
         # In exported graphs, whose number of images is free, this is no branch.
         if group > 1 and (torch.compiler.is_exporting() or images.shape[0] % group):

@@ -164,9 +164,12 @@ def create_model(
     """
     config = preset(name)
     if weights is None:
-        return replace(config, num_classes=num_classes).build(seed=seed)
+        return replace(config, **config.for_classes(num_classes)).build(seed=seed)
     model = load(weights)
-    wanted, found = asdict(replace(config, num_classes=model.config.num_classes)), asdict(model.config)
+    wanted, found = (
+        asdict(replace(config, **config.for_classes(model.config.num_outputs()))),
+        asdict(model.config),
+    )
     if differs := [field for field in wanted if wanted[field] != found.get(field)]:
         is_there = f"{differs[0]} is {found.get(differs[0])!r} there, and {wanted[differs[0]]!r} here"
         raise ValueError(f"{weights} is no {name}: {is_there}")

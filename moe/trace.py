@@ -1,12 +1,11 @@
 """Measures the cost of a model in a forward pass on the meta device, where tensors have no data.
 
-A model needs no formulas of its costs: these are the defaults of `ModelConfig`. The formulas of other models
-are tested by them.
+A model needs no formulas of its costs (`ModelConfig.costs`); those of other models are tested by these.
 """
 
 from collections import defaultdict
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,34 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from moe.layer import MoELayer
-
-if TYPE_CHECKING:
-    from moe.model import ModelConfig
-
-
-class Activations(NamedTuple):
-    """The bytes of activations per image in training.
-
-    saved: what autograd keeps for the backward pass: outside of the units, then for each unit.
-    stream: what a unit passes to the next one. widest: the largest tensor within a unit.
-    """
-
-    saved: list[float]
-    stream: float
-    widest: float
-
-
-class Trace(NamedTuple):
-    """One image's forward pass: multiply-adds by part, those of the largest operation, and activations in
-    float32.
-
-    Parts are ``router``, ``experts``, ``shared`` and ``dispatch_combine`` of all MoE layers, and the rest by
-    the names of the model's children.
-    """
-
-    macs: dict[str, float]
-    largest: float
-    activations: Activations
+from moe.model import Activations, Costs, ModelConfig
 
 
 class _Operations(TorchDispatchMode):
@@ -81,8 +53,8 @@ class _Saved:
 
 
 @cache
-def trace(config: "ModelConfig") -> Trace:
-    """Measures one routing group in training, and divides by its images.
+def trace(config: ModelConfig) -> Costs:
+    """Measures one routing group in training, in float32, and divides by its images.
 
     Raises ValueError if the model cannot run on the meta device, as code that reads a number cannot.
     """
@@ -126,10 +98,10 @@ def trace(config: "ModelConfig") -> Trace:
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"a model of kind {config.kind!r} cannot run on the meta device, where its costs are measured"
-            f" ({error}): give its config the methods macs, largest_matmul and activations"
+            f" ({error}): give its config the method costs"
         ) from None
     kept = [size / count for size in saved.saved]
-    return Trace(
+    return Costs(
         {name: macs / count for name, macs in operations.macs.items()},
         operations.largest / count,
         Activations(kept, max(streams) / count, saved.widest / count),

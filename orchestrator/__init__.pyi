@@ -8,6 +8,7 @@ from .config import (
     ScaleConfig as ScaleConfig,
     TrainConfig as TrainConfig,
 )
+from .costs import Cost as Cost
 from .data.augment import (
     AugmentationConfig as AugmentationConfig,
     ColorJitterConfig as ColorJitterConfig,
@@ -24,8 +25,6 @@ from .data.augment import (
 )
 from .data.batch import Batch as Batch, normalize as normalize
 from .data.images import Transform as Transform, encode_png as encode_png
-from .data.packing import digits as digits
-from .data.samples import Sample as Sample, Source as Source
 from .errors import UsageError as UsageError
 from .evaluation.models import load_model as load_model
 from .frontier.frontier import Frontier as Frontier
@@ -38,7 +37,10 @@ from .optimizers import (
     SGDConfig as SGDConfig,
 )
 from .optimizers.base import decay_groups as decay_groups
+from .packing.pack import digits as digits
+from .packing.samples import Sample as Sample, Source as Source
 from .plugins import load_plugins as load_plugins
+from .runs.run_directory import Result as Result
 from .schedules import (
     ConstantConfig as ConstantConfig,
     CosineConfig as CosineConfig,
@@ -48,7 +50,8 @@ from .schedules import (
     ScheduleConfig as ScheduleConfig,
 )
 from .sweeps.budget import Budget as Budget
-from .sweeps.driver import SweepOptions as SweepOptions, run_sweep as run_sweep, train as train
+from .sweeps.driver import SweepOptions as SweepOptions, run_sweep as run_sweep
+from .sweeps.queue import Job as Job, Policy as Policy, TrialState as TrialState
 from .sweeps.run import Watch as Watch
 from .sweeps.scales import Scale as Scale
 from .sweeps.scheduler import FrontierScheduler as FrontierScheduler
@@ -61,4 +64,4 @@ from .tasks.base import Heads as Heads
 from .tracking.base import Follower as Follower, TrackerConfig as TrackerConfig
 from .tracking.projection import Projection as Projection
 from .tracking.tensorboard import TensorBoardConfig as TensorBoardConfig
-from .training.run_directory import Result as Result
+from .training.train import train as train

@@ -8,6 +8,7 @@ from moe.cost import param_shapes
 from moe.model import ModelConfig, begins_so
 from moe.parallel import ParallelConfig, check_layout
 from moe.presets import PRESETS
+from orchestrator.costs import counted
 from orchestrator.data.augment import AugmentationConfig
 from orchestrator.data.augment.base import at, in_stages
 from orchestrator.errors import UsageError
@@ -170,6 +171,7 @@ class TrainConfig(Config):
         clip_norm: largest gradient norm; None: any.
         fewshot: few-shot evaluation of the frozen features at every evaluation; None: none.
         ema: an average of the weights, which takes as much memory as they do; None: none.
+        costs: costs to count beside those that every run reports, such as an energy that a plugin defines.
     """
 
     steps: PositiveInt = 200
@@ -191,9 +193,11 @@ class TrainConfig(Config):
     schedule: ScheduleConfig = RsqrtConfig()
     fewshot: FewShotConfig | None = None
     ema: EMAConfig | None = None
+    costs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        counted(self.costs)
         if self.stop_at is not None and self.eval_every is None:
             raise ValueError(f"stop_at={self.stop_at} is checked every eval_every steps: set that too")
         if self.init_from is None and (self.init_noise or self.init_optimizer):
@@ -232,7 +236,7 @@ class ScaleConfig(ParallelConfig):
     Attributes:
         workers: processes, with a GPU or half a CPU each.
         ep: workers that share one set of experts; dp = workers / ep. ``auto``: the command chooses the number
-            that spends the least time on links, and writes it here (`sweeps.estimate`).
+            that spends the least time on links, and writes it here (`estimate`).
         workers_per_node: what ``auto`` assumes.
         use_gpu: one GPU per worker.
         min_workers: when nodes are lost or not up yet, the run continues with as few workers as this and the
@@ -290,7 +294,7 @@ class RunConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "plugins", plugins_of(self))
+        object.__setattr__(self, "plugins", plugins_of((self, *counted(self.train.costs))))
         check_run_path(self.name)
         workers, batch = self.scale.workers, self.data.batch_size
         if batch % workers:
@@ -343,9 +347,7 @@ class RunConfig(Config):
             UsageError: if `scale.ep` is still ``auto``.
         """
         if self.scale.ep == "auto":
-            raise UsageError(
-                "scale.ep=auto: `orchestrator.sweeps.estimate.resolve_auto(run)` chooses a number"
-            )
+            raise UsageError("scale.ep=auto: `orchestrator.estimate.resolve_auto(run)` chooses a number")
         return self.scale.ep
 
     def lane_count(self) -> int:
@@ -368,7 +370,7 @@ class RunConfig(Config):
 
     def pixels(self) -> int:
         """Returns the bytes of a decoded image, at least 1."""
-        return max(1, 3 * self.model.image_size**2)
+        return max(1, 3 * self.model.image_side() ** 2)
 
     def images_per_pass(self) -> int:
         """Returns the images of one worker's forward pass."""

@@ -1,4 +1,4 @@
-"""Plugins: files of a user's own that define routers, models or optimisers, on every worker of a run.
+"""Plugins: files of a user's own that define members of families, as routers or costs, on every worker.
 
 A plugin is loaded because the user names its file, never because a config or a checkpoint does: these hold
 its name and digest, to say which file is missing. A config that is sent to another process takes the text
@@ -136,9 +136,14 @@ def shipped(plugins: Iterable[str]) -> dict[str, bytes]:
 
 def unpickled(plugins: dict[str, bytes], cls: type[T]) -> T:
     """Loads plugins, and returns an object whose fields, which need them, pickle sets next."""
+    restored(plugins)
+    return object.__new__(cls)
+
+
+def restored(plugins: dict[str, bytes]) -> None:
+    """Loads plugins by their texts, as `shipped` returns them."""
     for plugin, text in plugins.items():
         _load(plugin, text)
-    return object.__new__(cls)
 
 
 def _load(plugin: str, text: bytes) -> None:
@@ -203,7 +208,10 @@ def _members(module: str) -> list[type[Family]]:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    if is_dataclass(config):
+    if isinstance(config, tuple):
+        for part in config:
+            yield from _parts(part)
+    elif is_dataclass(config):
         yield config
         for field in fields(config):
             yield from _parts(getattr(config, field.name))

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from moe.cost import model_costs
 from moe.model import ModelConfig
 
 CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
@@ -17,7 +18,7 @@ def threads_for(config: ModelConfig, images: int) -> int:
 
     Matmuls of small models end before a second thread has woken up.
     """
-    return max(1, min(CORES, int(2 * images * config.largest_matmul() / FLOPS_PER_THREAD)))
+    return max(1, min(CORES, int(2 * images * model_costs(config).largest / FLOPS_PER_THREAD)))
 
 
 def set_threads(config: ModelConfig, images: int) -> None:

@@ -5,6 +5,8 @@ exports and `config.toml`. Each function makes JSON values of JSON values, and l
 from collections.abc import Mapping
 from typing import Any
 
+from moe.upgrade import upgraded_model
+
 # data.augment was a name and its members further fields of `data`, which acted in this order:
 # field -> (kind, what the number is)
 _AUGMENTED = {
@@ -16,12 +18,18 @@ _AUGMENTED = {
     "cutmix": ("cutmix", "alpha"),
 }
 _MAGNITUDE = "randaugment_magnitude"
+_WHOLE = {"eval_crop", "max_bad_frac", "tail"}  # in a record, though not in a file of a user's
 _OF_AUGMENT = ("augment", _MAGNITUDE, *_AUGMENTED)
 
 
 def upgraded(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of a run in today's form."""
+    if isinstance(model := config.get("model"), Mapping):
+        config = {**config, "model": upgraded_model(model)}
     data = config.get("data")
+    if isinstance(data, Mapping) and data.keys() >= _WHOLE and "eval_pixels" not in data:
+        # The first models of 0.2 and all before saw parts of pixels.
+        config = {**config, "data": (data := {**data, "eval_pixels": "parts"})}
     if not isinstance(data, Mapping) or not _is_old(data):
         return dict(config)
     rest = {name: value for name, value in data.items() if name not in _OF_AUGMENT}

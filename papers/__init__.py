@@ -78,6 +78,15 @@ STUDIES = {  # name -> what it shows, and its function of a number of seeds and 
         "papers.implicit_bias.faster_inference:time_experts",
     ),
 }
+TITLES = {  # of metrics in `published.csv`, with the unit
+    "cost/train_flops_3mac": "Training FLOPs (3 \N{MULTIPLICATION SIGN} MAC)",
+    "cost/tpuv3_days": "Training TPUv3 days (chips)",
+    "perf/tpuv3_ms_per_image": "Inference time per image (ms, TPUv3)",
+    "imagenet/acc1": "ImageNet accuracy @1, fine-tuned",
+    **{f"imagenet/acc_{shots}shot": f"ImageNet accuracy, {shots}-shot" for shots in (1, 5, 10)},
+    "jft300m/prec1": "JFT-300M precision @1",
+    "jft4b/prec1": "JFT-4B precision @1",
+}
 _SOFT, _VMOE = "Soft MoE (2024), table", "V-MoE (2021), table"
 _ROUTERS = "Routers in Vision MoE (2024), tables"
 FIGURES = {  # name -> source, quality and cost of its points in `published.csv`

@@ -76,7 +76,7 @@ def costs(row: Row) -> dict[str, Any]:
     """Our figures, the paper's, the difference in percent; `within` is None where the paper prints none."""
     config = PRESETS[row.model]
     if row.classes:
-        config = replace(config, num_classes=row.classes)
+        config = replace(config, **config.for_classes(row.classes))
     train_flops = {3: cost.train_flops_3mac, 6: cost.train_flops_6mac}[row.flops_per_mac]
     ours = {
         "params": cost.num_params(config),
@@ -92,7 +92,7 @@ def costs(row: Row) -> dict[str, Any]:
         "model": row.model,
         "source": row.source,
         "note": row.note,
-        "num_classes": config.num_classes,
+        "num_classes": config.num_outputs(),
         "params": ours["params"],
         "active_params": cost.num_active_params(config),
         "forward_gflops_2mac": ours["gflop"],

@@ -115,8 +115,8 @@ def poisoned() -> None:
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bundled digits as shards; not to be written to."""
-    from orchestrator.data.packing import write_shards
-    from orchestrator.data.sources import open_source
+    from orchestrator.packing import open_source
+    from orchestrator.packing.pack import write_shards
 
     path = str(tmp_path_factory.mktemp("digits") / "shards")
     source = open_source("digits")
@@ -127,8 +127,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def few_digits(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Some of the bundled digits as shards, for tests that evaluate often; not to be written to."""
-    from orchestrator.data.packing import write_shards
-    from orchestrator.data.sources import open_source
+    from orchestrator.packing import open_source
+    from orchestrator.packing.pack import write_shards
 
     path = str(tmp_path_factory.mktemp("digits") / "few")
     source = open_source("digits")
@@ -142,7 +142,7 @@ def few_digits(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def captioned(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bundled digits with captions, as shards; not to be written to."""
-    from orchestrator.data import packing
+    from orchestrator.packing import pack as packing
 
     return packing.digits(str(tmp_path_factory.mktemp("captioned")), "digits-captions")
 
@@ -204,7 +204,7 @@ def pack_greys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Callable[...
     """
     import numpy as np
 
-    from orchestrator.data import packing
+    from orchestrator.packing import pack as packing
 
     def pack(*, train: int, val: int = 3, rows_per_shard: int = 4) -> "tuple[str, Manifest]":
         def samples(numbers: Sequence[int]) -> list[packing.Sample]:

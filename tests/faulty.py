@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from orchestrator import storage
-from orchestrator.training.metrics_file import METRICS, LineReader
+from orchestrator.runs.metrics_file import METRICS, LineReader
 from tests.machines import DISK, ROOT, Machine, start_ray
 from tests.orchestrator.tracking.stores import Postgres, wait_until
 from tests.parts import system_program, to_each

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.encoder import Block
 from moe.layer import MoEConfig
-from moe.models.vit import Block
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SoftmaxConfig
 from tests.golden_report import Arrays, Meta, Report, block_state

@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe.encoder import Block
 from moe.layer import MoEConfig
-from moe.models.vit import Block, ViTConfig
+from moe.models.vit import ViTConfig
 from moe.routers import SoftConfig
 from orchestrator.data.plan import Plan
 from tests.golden_report import Arrays, Meta, Report, block_state

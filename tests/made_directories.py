@@ -6,16 +6,16 @@ from pathlib import Path
 
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
+from orchestrator.runs.metrics_file import MetricsWriter
+from orchestrator.runs.run_directory import Result, RunDir, acquire_run_dir, new_key
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.metrics_file import MetricsWriter
-from orchestrator.training.run_directory import Result, RunDir, acquire_run_dir, new_key
-from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 DIGEST = "d" * 64
 BATCH = 8
 
 
-def run_at(folder: Path, name: str, **changes: object) -> RunConfig:
+def run_at(folder: Path | str, name: str, **changes: object) -> RunConfig:
     named = {field.replace("__", "."): value for field, value in changes.items()}
     places = {"storage": str(folder), "name": name, "data.path": "/shards/digits", "data.batch_size": BATCH}
     return override(RunConfig(), {**places, **named})

@@ -9,8 +9,8 @@ from mlflow.entities import Run
 
 from orchestrator.codec import read_config
 from orchestrator.config import RunConfig
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.tracking.store import Tracking
-from orchestrator.training.run_directory import RunDir
 
 OLDEST, NEWEST = "attributes.start_time ASC", "attributes.start_time DESC"
 

@@ -17,8 +17,8 @@ def read(table: str) -> dict[str, set[str]]:
     return {name: {*names.split()} for name, _, names in rows}
 
 
-# Package or module: what of ours it may import; the longest match decides. moe.trace imports the model, and
-# orchestrator its public API and frontier.points the model, for type checkers alone.
+# Package or module: what of ours it may import; the longest match decides. orchestrator imports its public
+# API, frontier.points the model, and costs the config, for type checkers alone.
 ALLOWED = read("""
 moe: moe
 moe.init:
@@ -34,42 +34,42 @@ moe.rows: moe.init moe.routing
 moe.expert_parallel: moe.experts moe.rows
 moe.dense: moe.init
 moe.routers: moe.config moe.init moe.overrides moe.routers moe.routing moe.rows
-moe.routers.graphed:
-moe.routers.sparse_transport: moe.routers.graphed
-moe.routers.affinity: moe.config moe.init moe.routers.graphed moe.routers.sparse_transport moe.routing
+moe.routers.sparse_transport:
+moe.routers.affinity: moe.config moe.init moe.routers.sparse_transport moe.routing
 moe.routers.choice: moe.config moe.init moe.overrides moe.routers.affinity moe.routing moe.rows
 moe.layer: moe.dense moe.config moe.experts moe.init moe.overrides moe.routers moe.routing
-moe.model: moe.config moe.experts moe.init moe.layer moe.overrides moe.routing moe.trace
+moe.upgrade:
+moe.model: moe.config moe.experts moe.init moe.layer moe.overrides moe.routing
 moe.trace: moe.layer moe.model
 moe.batch_norm: moe.init moe.routing
-moe.models: moe.batch_norm moe.config moe.dense moe.init moe.layer moe.model moe.models moe.overrides
-    moe.routing moe.tokenizers moe.trace
-moe.cost: moe.experts moe.model moe.overrides
+moe.encoder: moe.config moe.dense moe.init moe.layer moe.model moe.overrides moe.routing
+moe.models: moe.batch_norm moe.config moe.cost moe.dense moe.encoder moe.init moe.layer moe.model moe.models
+    moe.overrides moe.routing moe.tokenizers
+moe.cost: moe.experts moe.model moe.overrides moe.trace
 orchestrator: orchestrator
-orchestrator.config: moe orchestrator.data.augment orchestrator.names orchestrator.optimizers
-    orchestrator.plugins orchestrator.schedules orchestrator.storage orchestrator.tasks
+orchestrator.costs: moe.config moe.cost moe.model orchestrator.checkpoint.models orchestrator.config
+orchestrator.config: moe orchestrator.costs orchestrator.data.augment orchestrator.names
+    orchestrator.optimizers orchestrator.plugins orchestrator.schedules orchestrator.storage
+    orchestrator.tasks
 orchestrator.names:
 orchestrator.output:
 orchestrator.optimizers: moe.config moe.experts moe.model moe.parallel orchestrator.optimizers
 orchestrator.schedules: moe.config
 orchestrator.plugins: moe.config orchestrator.storage
 orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.manifest
-    orchestrator.data.sequences orchestrator.data.text orchestrator.tasks
+    orchestrator.data.text orchestrator.tasks
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
 orchestrator.records: moe.codec moe.config orchestrator.codec orchestrator.config orchestrator.names
     orchestrator.plugins orchestrator.storage orchestrator.upgrade
-orchestrator.upgrade:
+orchestrator.upgrade: moe.upgrade
 orchestrator.config_file: orchestrator.codec orchestrator.config orchestrator.storage orchestrator.upgrade
 orchestrator.storage: orchestrator.stores
 orchestrator.stores: orchestrator.credentials
 orchestrator.credentials:
-orchestrator.threads: moe.model
+orchestrator.threads: moe.cost moe.model
 orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoint.weights
-    orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.output
-    orchestrator.records orchestrator.storage orchestrator.tasks orchestrator.tracking
-    orchestrator.training.measurements orchestrator.training.metrics_file orchestrator.training.notice
-    orchestrator.training.run_directory orchestrator.training.state
-    orchestrator.training.sweep_directory
+    orchestrator.codec orchestrator.config orchestrator.costs orchestrator.data.images orchestrator.output
+    orchestrator.records orchestrator.runs orchestrator.storage orchestrator.tasks orchestrator.tracking
 orchestrator.tracking.served: moe.exported moe.signature orchestrator.data.batch orchestrator.data.images
     orchestrator.data.preparation
 orchestrator.data: moe.config moe.signature moe.tokenizers orchestrator.config orchestrator.data
@@ -80,39 +80,48 @@ orchestrator.data.fields:
 orchestrator.data.text: moe.codec moe.tokenizers orchestrator.data.fields orchestrator.data.images
     orchestrator.storage
 orchestrator.data.augment: moe.config orchestrator.data.augment
+orchestrator.data.parquet: orchestrator.storage
 orchestrator.data.images: moe.signature orchestrator.data.augment orchestrator.data.undecodable
 orchestrator.data.undecodable:
-orchestrator.data.offsets:
-orchestrator.data.listing: orchestrator.data.images orchestrator.storage
-orchestrator.data.labels: moe.config.did_you_mean
-orchestrator.data.splits:
-orchestrator.data.samples: orchestrator.data.images orchestrator.data.index orchestrator.data.labels
-    orchestrator.data.manifest orchestrator.data.splits
-orchestrator.data.tars: orchestrator.data.labels orchestrator.data.manifest orchestrator.data.samples
-    orchestrator.data.splits orchestrator.data.text
+orchestrator.packing: moe.config moe.tokenizers orchestrator.data orchestrator.packing orchestrator.plugins
     orchestrator.storage
-orchestrator.data.formats: orchestrator.data.labels orchestrator.data.offsets orchestrator.data.samples
-    orchestrator.data.splits orchestrator.data.tars orchestrator.data.text orchestrator.storage
+orchestrator.packing.offsets:
+orchestrator.packing.listing: orchestrator.data.images orchestrator.storage
+orchestrator.packing.labels: moe.config.did_you_mean
+orchestrator.packing.splits:
+orchestrator.packing.samples: orchestrator.data.images orchestrator.data.index orchestrator.data.manifest
+    orchestrator.packing.labels orchestrator.packing.splits
 orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
     orchestrator.data orchestrator.names orchestrator.plugins orchestrator.records orchestrator.storage
     orchestrator.tasks orchestrator.threads
 orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
-    orchestrator.config_file orchestrator.data orchestrator.output orchestrator.plugins orchestrator.records
-    orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training orchestrator.upgrade
+    orchestrator.config_file orchestrator.costs orchestrator.data orchestrator.output orchestrator.plugins
+    orchestrator.records orchestrator.runs orchestrator.storage orchestrator.tasks orchestrator.threads
+    orchestrator.training
+orchestrator.training.train: orchestrator.config orchestrator.data orchestrator.estimate
+    orchestrator.packing orchestrator.runs orchestrator.storage orchestrator.tracking orchestrator.training
+orchestrator.training.console: orchestrator.config orchestrator.frontier.points orchestrator.output
+    orchestrator.runs
+orchestrator.runs: moe.model orchestrator.checkpoint orchestrator.codec orchestrator.config
+    orchestrator.config_file orchestrator.data orchestrator.plugins orchestrator.records orchestrator.runs
+    orchestrator.storage orchestrator.upgrade
+orchestrator.runs.notice:
+orchestrator.estimate: moe orchestrator.checkpoint.manifest orchestrator.config
 orchestrator.training.cleaner:
 orchestrator.training.heartbeat:
-orchestrator.frontier: orchestrator.frontier
+orchestrator.frontier: orchestrator.costs orchestrator.frontier
 orchestrator.frontier.pareto:
 orchestrator.frontier.points: moe.model orchestrator.frontier.pareto
 orchestrator.frontier.paired: orchestrator.frontier.points
 orchestrator.frontier.claims: orchestrator.frontier.paired orchestrator.frontier.points
-orchestrator.frontier.figure: orchestrator.frontier.points
+orchestrator.frontier.figure: moe.guests orchestrator.costs orchestrator.frontier.points
 orchestrator.frontier.drawing: orchestrator.frontier.figure
 orchestrator.frontier.published: moe.guests orchestrator.frontier
 orchestrator.sweeps: moe orchestrator
+orchestrator.planning: moe orchestrator
 orchestrator.evaluation: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
-    orchestrator.data orchestrator.evaluation orchestrator.storage orchestrator.tasks orchestrator.threads
-    orchestrator.tracking orchestrator.training
+    orchestrator.data orchestrator.evaluation orchestrator.packing.listing orchestrator.runs
+    orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.tracking orchestrator.training
 papers: moe orchestrator papers wings
 papers.jobs: jobs._cli jobs._flags jobs._record moe orchestrator papers
 wings: moe orchestrator wings
@@ -122,7 +131,7 @@ jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._lis
 jobs._flags:
 jobs._main: jobs._flags moe.guests
 jobs._cli: jobs jobs._flags jobs._signals orchestrator
-jobs._signals: orchestrator.training.notice
+jobs._signals: orchestrator.runs.notice
 jobs._grid: jobs._cli jobs._record jobs._sharded orchestrator
 jobs._record: jobs._cli orchestrator
 jobs._shots: jobs._cli jobs._record jobs._sharded orchestrator
@@ -136,8 +145,8 @@ EVERYWHERE = "orchestrator.errors"  # imports nothing itself
 LIBRARIES = read("""
 ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orchestrator.evaluation.predict
     orchestrator.evaluation.sharded
-    orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.machines
-    orchestrator.sweeps.preflight orchestrator.sweeps.scheduler
+    orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.planning.machines
+    orchestrator.planning.preflight orchestrator.sweeps.scheduler
     orchestrator.training.cleaner orchestrator.training.cluster orchestrator.training.fit
     orchestrator.training.gauges orchestrator.training.heartbeat orchestrator.training.launch
     orchestrator.training.resources orchestrator.training.torch_trainer
@@ -146,14 +155,14 @@ boto3: orchestrator.stores
 obstore: orchestrator.credentials orchestrator.stores
 pyarrow.fs:
 torch.distributed: bench moe.batch_norm moe.expert_parallel moe.parallel orchestrator.checkpoint
-    orchestrator.optimizers orchestrator.sweeps.machines orchestrator.training.dry_run
+    orchestrator.optimizers orchestrator.planning.machines orchestrator.training.dry_run
     orchestrator.training.metrics orchestrator.training.worker
 argparse: bench jobs._flags
 optuna: orchestrator.sweeps.answers orchestrator.sweeps.search
 pkgutil: papers.jobs.study
 matplotlib: orchestrator.frontier papers
 plotly: orchestrator.frontier
-rich: jobs orchestrator.sweeps.progress
+rich: jobs orchestrator.sweeps.progress orchestrator.training.console
 jinja2: orchestrator.frontier.page
 tokenizers: moe.tokenizers
 """)

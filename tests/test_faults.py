@@ -16,9 +16,9 @@ import pytest
 from orchestrator import load_plugins
 from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
+from orchestrator.runs.metrics_file import read_metrics
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.training.fit import fit
-from orchestrator.training.metrics_file import read_metrics
-from orchestrator.training.run_directory import RunDir
 from tests.faults import FAULTS, Fault
 from tests.faulty import (
     EVERY,

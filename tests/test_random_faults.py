@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 
-from orchestrator.data import packing
+from orchestrator.packing import pack as packing
+from orchestrator.runs import lock
+from orchestrator.runs.metrics_file import LineWriter
 from orchestrator.sweeps.budget import BudgetTracker
 from orchestrator.tracking import base, sync
 from orchestrator.tracking.find import KEY
 from orchestrator.tracking.projection import ScalarReader
 from orchestrator.tracking.store import open_tracking
-from orchestrator.training import lock, worker
-from orchestrator.training.metrics_file import LineWriter
+from orchestrator.training import worker
 from tests.parts import png
 from tests.simulated.machine import WAYS, Fault, Machine
 from tests.simulated.sweep import Schedule, Simulation

@@ -7,12 +7,12 @@ from orchestrator.checkpoint.weights import export
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import Sync
 from orchestrator.training.fit import fit
-from orchestrator.training.run_directory import RunDir
 from tests.made_directories import begin_sweep, change_record
 
 ARMS = {

@@ -1,15 +1,12 @@
 """The models: one file each, with its config and its module. Another one joins here."""
 
 from moe.models.astroformer import Astroformer, AstroformerConfig
-from moe.models.decoder import Decoder, DecoderConfig
 from moe.models.two_towers import TwoTowers, TwoTowersConfig
 from moe.models.vit import ViT, ViTConfig
 
 __all__ = [
     "Astroformer",
     "AstroformerConfig",
-    "Decoder",
-    "DecoderConfig",
     "TwoTowers",
     "TwoTowersConfig",
     "ViT",

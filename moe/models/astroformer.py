@@ -21,19 +21,18 @@ from moe.config import DropoutRate, PositiveInt
 from moe.dense import MLP, Head
 from moe.init import Draw, dropout, mix, normal, zeros
 from moe.layer import MAX_BLOCKS, MoEConfig, MoELayer
-from moe.model import Model, ModelConfig, Output, UnitOutput, with_experts, without_experts
+from moe.model import ImageModelConfig, Model, Output, UnitOutput, with_experts, without_experts
 from moe.overrides import AS_TRAINED, RoutingOverrides
 
 EXPAND, SQUEEZE = 4, 4  # hidden units of a block per output, and outputs per squeezed channel
 
 
 @dataclass(frozen=True, kw_only=True)
-class AstroformerConfig(ModelConfig):
+class AstroformerConfig(ImageModelConfig):
     """An Astroformer, by default Astroformer-1.
 
     Attributes:
         image_size: pixels of an image's side. The stem halves it, and so does every stage.
-        num_classes: outputs of the head; commands take the number of classes of the data.
         stages: a letter for each stage, C for blocks of convolutions and T for those of a transformer.
         widths, depths: channels and blocks of each stage.
         stem_width: channels of the two convolutions before the stages.
@@ -43,8 +42,6 @@ class AstroformerConfig(ModelConfig):
     """
 
     kind: Literal["astroformer"] = "astroformer"
-    image_size: PositiveInt = 224
-    num_classes: PositiveInt = 1000
     stages: str = "CCCT"
     widths: tuple[int, ...] = (96, 192, 384, 768)
     depths: tuple[int, ...] = (2, 6, 14, 2)
@@ -53,7 +50,9 @@ class AstroformerConfig(ModelConfig):
     dropout: DropoutRate = 0.0
     moe: MoEConfig | None = None
 
-    whole_batch: ClassVar = True
+    @property
+    def whole_batch(self) -> bool:
+        return True
 
     def check(self) -> None:
         if not re.fullmatch("[CT]+", self.stages):

@@ -1,4 +1,4 @@
-"""A text tower: a Transformer over the tokens of a text, of the blocks of the ViT.
+"""A text tower: a Transformer over the tokens of a text, through the encoder of `moe.encoder`.
 
 Source: the text towers of big_vision (`models/proj/image_text/text_transformer.py`) and of the authors of
 Soft MoE (vmoe, `projects/contrastive/models.py`): pre-norm, padding is not masked, one of five poolings, a
@@ -15,25 +15,22 @@ from torch import Tensor, nn
 
 from moe.config import PositiveInt
 from moe.dense import AttentionPooling
+from moe.encoder import Encoder, EncoderConfig, blocks_of
 from moe.init import Draw, normal
-from moe.layer import MoEConfig
-from moe.model import Model, ModelConfig, Output
-from moe.models.vit import blocks_of
-from moe.models.vit_costs import encoder_activations, encoder_macs
+from moe.model import Costs
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.tokenizers import END, TokenizerConfig, WordsConfig
-from moe.trace import Activations
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig(ModelConfig):
+class TextConfig(EncoderConfig):
     """A text tower. It is a part of models, and none by itself, because it takes no images.
 
     Attributes:
         tokenizer: makes tokens of texts; commands take that of the data.
         vocabulary: rows of the token embedding, at least the tokenizer's; commands take those.
         length: tokens of a text, with its end; longer texts are cut.
-        width, depth, heads, mlp_dim, qk_norm: as those of a ViT.
+        width, depth, heads, mlp_dim, qk_norm: as those of an `EncoderConfig`.
         attention: of each token to all, or to itself and those before it.
         pooling: the head's input: the last token (``last``), the first, the mean of the tokens up to the end
             of the text, or the output of a learned probe that attends to all tokens (``map``).
@@ -49,52 +46,39 @@ class TextConfig(ModelConfig):
     mlp_dim: PositiveInt = 2048
     attention: Literal["full", "causal"] = "full"
     pooling: Literal["last", "first", "mean", "map"] = "last"
-    qk_norm: bool = False
-    moe: MoEConfig | None = None
 
     @property
-    def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def causal(self) -> bool:
         return self.attention == "causal"
 
     def check(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"heads={self.heads} does not divide width={self.width}")
+        super().check()
         if self.tokenizer.size() > self.vocabulary:
             raise ValueError(
                 f"vocabulary={self.vocabulary} is less than the tokenizer's {self.tokenizer.size()} tokens"
             )
-        if self.moe and self.moe.images_per_group > 1:
-            raise ValueError(f"texts are routed one by one, got images_per_group={self.moe.images_per_group}")
-        self.moe_blocks()
+        self.check_routed_alone("texts")
 
     def build(self, *, seed: int | None = 0) -> "TextTower":
         return TextTower(self, seed=seed)
 
+    def example(self, count: int) -> Tensor:
+        return torch.zeros(count, self.length, dtype=torch.int32)
+
     def tokens(self) -> int:
         return self.length
 
-    def size(self) -> str:
-        return f"w{self.width}d{self.depth}"
-
-    def moe_blocks(self) -> tuple[int, ...]:
-        return self.moe.blocks(self.depth) if self.moe else ()
-
-    def expert_dim(self) -> int:
-        """Returns the number of hidden units per expert."""
-        return (self.moe and self.moe.expert_dim) or self.mlp_dim
-
-    def macs(self, overrides: RoutingOverrides = AS_TRAINED) -> dict[str, float]:
-        return encoder_macs(self.at_point(overrides), overrides, embed=0, head=0)
-
-    def largest_matmul(self) -> float:
-        return self.length * self.width * self.mlp_dim
-
-    def activations(self, number: int = 4, frozen: Sequence[str] = ()) -> Activations:
-        return encoder_activations(self, number, outside=self.length * (self.width + 2) + self.width)
+    def costs(
+        self, overrides: RoutingOverrides = AS_TRAINED, *, number: int = 4, frozen: Sequence[str] = ()
+    ) -> Costs:
+        outside = self.length * (self.width + 2) + self.width
+        return self.encoder_costs(overrides, number, outside=outside, map_pooling=self.pooling == "map")
 
 
-class TextTower(Model[TextConfig]):
-    """The module of a `TextConfig`. Its output is the pooled text, which the owner's head projects."""
+class TextTower(Encoder[TextConfig]):
+    """The module of a `TextConfig`. It reads tokens, (B, length); its head ``pooled``, (B, width), is
+    what the owner's head projects.
+    """
 
     undecayed: ClassVar = ("embed_VD", "position_LD")
 
@@ -107,29 +91,14 @@ class TextTower(Model[TextConfig]):
         if config.pooling == "map":
             self.pool = AttentionPooling(config.width, config.heads, config.mlp_dim, qk_norm=config.qk_norm)
 
-    def units(self) -> Sequence[nn.Module]:
-        return [*self.blocks]
-
     def draws(self) -> dict[str, Draw]:
         return {"embed_VD": normal(self.config.width**-0.5), "position_LD": normal(0.02)}
 
-    def forward(
-        self,
-        images: Tensor,
-        valid_B: Tensor | None = None,
-        keys_B: Tensor | None = None,
-        routing_overrides: RoutingOverrides = AS_TRAINED,
-        return_stats: bool = False,
-        return_routings: bool = False,
-    ) -> Output:
-        """Reads tokens (B, length), which take the place of images; its head is ``pooled``, (B, width)."""
-        tokens_BL = images
-        valid_B = tokens_BL.new_ones(len(tokens_BL), dtype=torch.float32) if valid_B is None else valid_B
-        x_BLD = F.embedding(tokens_BL, self.embed_VD) + self.position_LD
-        x_BLD, aux, stats, routings = self.through(
-            x_BLD, valid_B, keys_B, routing_overrides, return_stats, return_routings
-        )
-        return Output({"pooled": self.pooled(self.norm(x_BLD), tokens_BL)}, aux, stats, routings)
+    def embedded(self, inputs: Tensor, keys_B: Tensor | None = None) -> Tensor:
+        return F.embedding(inputs, self.embed_VD) + self.position_LD
+
+    def heads(self, x_BSD: Tensor, inputs: Tensor) -> dict[str, Tensor]:
+        return {"pooled": self.pooled(x_BSD, inputs)}
 
     def pooled(self, x_BLD: Tensor, tokens_BL: Tensor) -> Tensor:
         """Pools the normalised tokens: (B, L, D) -> (B, D)."""

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import PositiveFloat, PositiveInt
+from moe.cost import model_costs
 from moe.init import Draw, constant, mix
 from moe.layer import MoEConfig
-from moe.model import Model, ModelConfig, Output, begins_so, unit_shapes
+from moe.model import Activations, Costs, Model, ModelConfig, Output, begins_so, unit_shapes
 from moe.models.text import TextConfig
 from moe.models.vit import ViTConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.trace import Activations
 
 TEXT_SALT = 1 << 20  # of keys for the noise of the text tower; smaller salts are blocks'
 
@@ -50,7 +50,6 @@ class TwoTowersConfig(ModelConfig):
             output; None: that output itself, as in LiT.
         scale, bias: initial values of the factor of cosines and of what is added to their product. The factor
             is learnt as its logarithm; a softmax loss does not use the bias.
-        num_classes: classes of the data. No weight depends on them: texts name them.
     """
 
     kind: Literal["two_towers"] = "two_towers"
@@ -59,32 +58,24 @@ class TwoTowersConfig(ModelConfig):
     embed_dim: PositiveInt | None = None
     scale: PositiveFloat = 10.0
     bias: float = -10.0
-    num_classes: PositiveInt = 1000
 
     gives: ClassVar = ("image", "text", "scale")
     starts_from: ClassVar = "image."
 
     @property
-    def head(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def head(self) -> str:
         return f"image.{self.image.head}"
 
     @property
-    def whole_batch(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def whole_batch(self) -> bool:
         return self.image.whole_batch
-
-    @property
-    def image_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.image.image_size
-
-    @property
-    def moe(self) -> MoEConfig | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.routed().moe
 
     def routed(self) -> ModelConfig:
         """Returns the tower whose routers others mean: that of images, unless only texts have experts."""
         return self.image if self.image.moe or not self.text.moe else self.text
 
     def check(self) -> None:
+        object.__setattr__(self, "moe", self.routed().moe)  # no field: it is that of a tower
         image_features(self.image)
         experts = [tower.moe.num_experts for tower in (self.image, self.text) if tower.moe]
         if len({*experts}) > 1:
@@ -92,6 +83,12 @@ class TwoTowersConfig(ModelConfig):
 
     def build(self, *, seed: int | None = 0) -> "TwoTowers":
         return TwoTowers(self, seed=seed)
+
+    def example(self, count: int) -> Tensor:
+        return self.image.example(count)
+
+    def image_side(self) -> int:
+        return self.image.image_side()
 
     def tokens(self) -> int:
         return self.routed().tokens()
@@ -104,28 +101,28 @@ class TwoTowersConfig(ModelConfig):
             return replace(self, image=self.image.with_moe(moe))
         return replace(self, text=self.text.with_moe(moe))
 
-    def macs(self, overrides: RoutingOverrides = AS_TRAINED) -> dict[str, float]:
-        image, text = self._overrides(overrides)
-        towers = {"image": self.image.macs(image), "text": self.text.macs(text)}
-        parts = {f"{tower}_{part}": n for tower, macs in towers.items() for part, n in macs.items()}
+    def costs(
+        self, overrides: RoutingOverrides = AS_TRAINED, *, number: int = 4, frozen: Sequence[str] = ()
+    ) -> Costs:
+        towers = zip((self.image, self.text), self._overrides(overrides), strict=True)
+        image, text = (model_costs(tower, point, number=number) for tower, point in towers)
         features = image_features(self.image)
-        parts["image_head"] = features * (self.embed_dim or 0)
-        parts["text_head"] = self.text.width * (self.embed_dim or features)
-        return parts
-
-    def largest_matmul(self) -> float:
-        return max(self.image.largest_matmul(), self.text.largest_matmul())
-
-    def activations(self, number: int = 4, frozen: Sequence[str] = ()) -> Activations:
-        image, text = self.image.activations(number), self.text.activations(number)
+        macs = {f"image_{part}": count for part, count in image.macs.items()}
+        macs |= {f"text_{part}": count for part, count in text.macs.items()}
+        macs["image_head"] = features * (self.embed_dim or 0)
+        macs["text_head"] = self.text.width * (self.embed_dim or features)
+        of_image, of_text = image.activations, text.activations
         if begins_so("image.", frozen):
             # The images are there all the while, as they came and as they were computed with.
-            images = (4 + number) * 3 * self.image.image_size**2
-            return text._replace(saved=[images + text.saved[0], *text.saved[1:]])
-        if begins_so("text.", frozen):
-            return image
-        saved = [image.saved[0] + text.saved[0], *image.saved[1:], *text.saved[1:]]
-        return Activations(saved, max(image.stream, text.stream), max(image.widest, text.widest))
+            images = (4 + number) * 3 * self.image.image_side() ** 2
+            activations = of_text._replace(saved=[images + of_text.saved[0], *of_text.saved[1:]])
+        elif begins_so("text.", frozen):
+            activations = of_image
+        else:
+            saved = [of_image.saved[0] + of_text.saved[0], *of_image.saved[1:], *of_text.saved[1:]]
+            stream, widest = max(of_image.stream, of_text.stream), max(of_image.widest, of_text.widest)
+            activations = Activations(saved, stream, widest)
+        return Costs(macs, max(image.largest, text.largest), activations)
 
     def _overrides(self, overrides: RoutingOverrides) -> tuple[RoutingOverrides, RoutingOverrides]:
         return (overrides, AS_TRAINED) if self.routed() is self.image else (AS_TRAINED, overrides)

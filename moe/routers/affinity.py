@@ -13,7 +13,6 @@ from torch import Tensor
 
 from moe.config import Family, PositiveInt
 from moe.init import gaussian, split
-from moe.routers.graphed import graphed_call
 from moe.routers.sparse_transport import sparse_plan
 from moe.routing import at_least_fp32
 
@@ -160,12 +159,10 @@ def sinkhorn_plan(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tupl
     return plan_GSE, residual_G.detach()
 
 
-# One opaque operator, so that the graph of torch.compile does not grow with the iterations; on CUDA one
-# launch.
+# One opaque operator, so that the graph of torch.compile does not grow with the iterations.
 @torch.library.custom_op("moe_frontier::sinkhorn", mutates_args=())
 def _sinkhorn(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    plan_GSE, residual_G = graphed_call(_alternate, logits_GSE, valid_GS, iterations)
-    return plan_GSE, residual_G
+    return _alternate(logits_GSE, valid_GS, iterations)
 
 
 def _alternate(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tuple[Tensor, Tensor]:

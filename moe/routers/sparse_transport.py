@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.routers.graphed import graphed_call
-
 # Steps on the semi-dual. At S=1576, E=32, C=98 and logits of standard deviation 0.02 to 3, the bound after
 # 200 iterations is within 1e-5 (relative) of the bound after 3000. Up to 50 iterations a first step of 0.1 is
 # better.
@@ -59,14 +57,12 @@ def sparse_plan(
     return solve(scores_GSE.detach(), valid_GS, capacity, iterations)
 
 
-# One opaque operator, so that the graph of torch.compile does not grow with the iterations; on CUDA one
-# launch, because thousands of small kernels take longer to launch than to run.
+# One opaque operator, so that the graph of torch.compile does not grow with the iterations.
 @torch.library.custom_op("moe_frontier::sparse_plan", mutates_args=())
 def _sparse_plan(
     scores_GSE: Tensor, valid_GS: Tensor, capacity: int, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    plan_GSE, bound_G, residual_G = graphed_call(_solve, scores_GSE, valid_GS, capacity, iterations)
-    return plan_GSE, bound_G, residual_G
+    return _solve(scores_GSE, valid_GS, capacity, iterations)
 
 
 @_sparse_plan.register_fake

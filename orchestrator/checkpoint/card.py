@@ -94,7 +94,7 @@ def model_card(
             + (
                 f" and the names of {len(signature.classes) if signature.classes else 'its'} classes,"
                 f" `{PREPROCESSOR}` resize and crop."
-                if model.image_size
+                if model.image_side()
                 else "."
             ),
         ],
@@ -104,7 +104,7 @@ def model_card(
         parts["Cost"].pop()
     front = ["---", "pipeline_tag: image-classification", "library_name: moe-frontier"]
     front += [f"tags: [vision, {'mixture-of-experts' if moe else 'vit'}]", "---"]
-    if not model.image_size:
+    if not model.image_side():
         front[1:] = ["pipeline_tag: text-generation", "library_name: moe-frontier", "---"]
     text = [*front, f"# {run.name}", ""]
     for title, lines in parts.items():
@@ -114,7 +114,7 @@ def model_card(
 
 def _call(run: RunConfig) -> list[str]:
     """The lines that run the model."""
-    size = run.model.image_size
+    size = run.model.image_side()
     if not size:
         return [f"logits = model(tokens).heads  # tokens: (B, {run.model.tokens()}) int32"]
     return [f"logits = model(pixels / 127.5 - 1).logits  # pixels: (B, 3, {size}, {size}), RGB, 0..255"]

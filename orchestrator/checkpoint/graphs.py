@@ -39,7 +39,7 @@ class Prediction(nn.Module):
 
 def program_of(model: Model) -> ExportedProgram:
     """Returns the program of a model in evaluation, for any number of images."""
-    group, size = model.config.images_per_group, model.config.image_size
+    group, size = model.config.images_per_group, model.config.image_side()
     # Of a single group torch would make a constant.
     images = torch.zeros(2 * group + 1, 3, size, size)
     program = torch.export.export(
@@ -112,7 +112,7 @@ def difference(model: Model, run: Run) -> float:
 
     Where a router's choice hangs on the last bit, another order of sums chooses otherwise.
     """
-    found, size = 0.0, model.config.image_size
+    found, size = 0.0, model.config.image_side()
     generator = torch.Generator().manual_seed(0)
     group = model.config.images_per_group
     for count in (1, group, 2 * group + 1):

@@ -131,7 +131,7 @@ class ModelRef:
         if not self.run.task.classifies:
             return
         if self.classes is None:
-            outputs = self.run.model.num_classes
+            outputs = self.run.model.num_outputs()
             fits, known = len(classes) <= outputs, f"unknown classes ({outputs} outputs)"
             was = self.run.data.path
             why = f"{was} is missing or has changed" if was else "its weights came without their names"
@@ -179,7 +179,7 @@ def read_model(location: str, *, whole: bool = True, root: str = "") -> ModelRef
         run, step = read_run(at_its_place(manifest.config, folder, root)), manifest.step
         known = manifest.signature
         signature = read_signature(known) if known else signature_of_run(run)
-    names, outputs = signature.classes, run.model.num_classes
+    names, outputs = signature.classes, run.model.num_outputs()
     if names and run.task.classifies and len(names) != outputs:
         log.warning("%s names %d classes for %d outputs: the names are left out", folder, len(names), outputs)
         signature = replace(signature, classes=None)

@@ -215,7 +215,7 @@ def _compare(
         shapes_of({name: tensor for name, tensor in model.items() if name not in excluded}),
         config.starts_from,
         config.head,
-        classes.rows(config.num_classes) if classes else None,
+        classes.rows(config.num_outputs()) if classes else None,
     )
     initial = {**transfer.initial, **dict.fromkeys(excluded, "new, as asked")}
     transfer = replace(transfer, initial=initial)

@@ -298,7 +298,7 @@ def signature_of(
     origin: source and licence of weights that were made elsewhere.
     """
     return Signature(
-        image_size=run.model.image_size,
+        image_size=run.model.image_side(),
         **{name.removeprefix("eval_"): value for name, value in run.data.eval_settings().items()},
         background=preparation.background,
         white=preparation.white,
@@ -322,7 +322,7 @@ def signature_of_run(run: RunConfig) -> Signature:
     names = manifest.classes
     return signature_of(
         run,
-        classes=names if len(names) == run.model.num_classes else None,
+        classes=names if run.model.num_outputs() in (0, len(names)) else None,
         preparation=Preparation.of(manifest),
         origin=origin,
     )

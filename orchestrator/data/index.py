@@ -55,6 +55,15 @@ def place_of(records: Records, field: str) -> tuple[Any, Any, Any]:
     return offset, size, crc32
 
 
+def has_images(data_set: str, labels: int, fields: Mapping[str, Stored]) -> bool:
+    """Returns whether the samples of a data set are images; text alone, say, is a field of its samples."""
+    if not fields:
+        return True
+    kind = record_type(labels, fields)
+    first = storage.read_range(storage.join(data_set, "train.index"), 0, kind.itemsize)
+    return bool(np.frombuffer(first.content, kind)["size"][0])
+
+
 def sample_ids(keys: Iterable[str]) -> Ints:
     """Returns the first 63 bits of each key's SHA-256: a sample's name in fingerprints, and the seed of its
     augmentation.

@@ -25,10 +25,10 @@ import torch
 from orchestrator import storage
 from orchestrator.data.batch import Traffic
 from orchestrator.data.cache import cached, open_cached
-from orchestrator.data.formats import unpacked_images
 from orchestrator.data.images import BadImage
 from orchestrator.data.index import Ints, Records, place_of, read_keys, record_type
 from orchestrator.data.manifest import Manifest, Shard, check_digest, locate
+from orchestrator.data.parquet import unpacked_images
 from orchestrator.errors import UsageError, reason_of
 
 # Requests in flight. A core decodes some 600 images/s, and object storages answer after 0.02 to 0.2 s.

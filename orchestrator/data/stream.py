@@ -262,7 +262,7 @@ def in_order(
         data=data,
         fields=fields,
         plan=None,
-        transform=Transform(size=run.model.image_size, **run.data.eval_settings()),
+        transform=Transform(size=run.model.image_side(), **run.data.eval_settings()),
     )
 
 

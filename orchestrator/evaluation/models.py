@@ -12,10 +12,10 @@ from orchestrator.checkpoint.manifest import MANIFEST, find_checkpoint, steps
 from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import read_metadata
 from orchestrator.errors import UsageError
+from orchestrator.runs.run_directory import RunDir, kind_of
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.tracking.registry import checkpoint_of, directory_of
 from orchestrator.tracking.store import store_uri
-from orchestrator.training.run_directory import RunDir, kind_of
-from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 MODEL_REF_HELP = (
     "a run below the storage, SWEEP@knee (or @fast, @best), a folder of checkpoints, an exported file,"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from moe.cost import model_costs
 from moe.model import ModelConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from orchestrator.codec import override
@@ -101,7 +102,7 @@ def why_impossible(config: ModelConfig, point: RoutingOverrides) -> str | None:
     """The reason why a model cannot run at a point; None if it can."""
     try:
         config.check_overrides(point)
-        config.macs(point)
+        model_costs(config, point)
     except ValueError as error:
         return str(error)
     return None

@@ -38,7 +38,6 @@ from orchestrator.checkpoint.manifest import MANIFEST
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import BadImage, Transform, may_be_image
-from orchestrator.data.listing import files_below
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.preparation import Preparation
 from orchestrator.data.shards import DataSet
@@ -46,6 +45,7 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device
 from orchestrator.evaluation.image_text import ClassNames
 from orchestrator.evaluation.sharded import Sharding
+from orchestrator.packing.listing import files_below
 from orchestrator.tasks.classification import TOP
 from orchestrator.threads import CORES, one_thread
 from orchestrator.training.resources import most_resources

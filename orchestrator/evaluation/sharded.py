@@ -19,9 +19,9 @@ from moe.parallel import make_mesh, this_rank
 from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.config import RunConfig
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.training.launch import on_workers
 from orchestrator.training.resources import check_resources, most_resources
-from orchestrator.training.run_directory import RunDir
 
 T = TypeVar("T")
 POLL_S = 0.2

@@ -15,11 +15,12 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from moe.guests import offered
+from orchestrator.costs import TIMES, cost_of
 from orchestrator.frontier.points import IN_BITS, UNKNOWN, Point, as_shown, front_points, quartiles
 
 Json = dict[str, Any]
 
-TIMES = "\N{MULTIPLICATION SIGN}"
 FADED = 0.65  # opacity of dominated points
 GREY = "#7d8896"  # of lines, on white and on #14171c
 NOTHING_YET = "No finished trial with a known cost and quality"
@@ -51,23 +52,7 @@ _FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "si
 _AXIS = {"zeroline": False, "showline": True, "ticks": "outside", "ticklen": 5, "automargin": True}
 _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 _SPLITS = {"train": "Training", "val": "Validation"}
-_AXIS_TITLES = {
-    "cost/train_flops_6mac": f"Training FLOPs (6 {TIMES} MAC)",
-    "cost/train_flops_3mac": f"Training FLOPs (3 {TIMES} MAC)",
-    "cost/forward_gflops_2mac": f"Forward GFLOPs per image (2 {TIMES} MAC)",
-    "cost/device_s": "Device time (s)",
-    "cost/tpuv3_days": "Training TPUv3 days (chips)",
-    "cost/params": "Parameters",
-    "perf/ms_per_image": "Inference time per image (ms)",
-    "perf/step_ms": "Step time (ms)",
-    "perf/tpuv3_ms_per_image": "Inference time per image (ms, TPUv3)",
-    "perf/mem_peak_gib": "Peak device memory (GiB)",
-    **{f"fewshot/acc_{shots}shot": f"{shots}-shot accuracy of frozen features" for shots in (1, 5, 10, 25)},
-    "imagenet/acc1": "ImageNet accuracy @1, fine-tuned",
-    **{f"imagenet/acc_{shots}shot": f"ImageNet accuracy, {shots}-shot" for shots in (1, 5, 10)},
-    "jft300m/prec1": "JFT-300M precision @1",
-    "jft4b/prec1": "JFT-4B precision @1",
-}
+_PRINTED: Mapping[str, str] = offered("TITLES")  # titles of metrics that papers print
 
 
 class FamilyStyle(NamedTuple):
@@ -362,9 +347,13 @@ def axis_title(metric: str) -> str:
     """A metric's title with its unit or convention; a metric that is not listed keeps its name, in words if
     it is a task's: the accuracy of the best answer is ``accuracy @1``.
     """
+    if cost := cost_of(metric):
+        return cost.title or metric
+    if shots := re.fullmatch(r"fewshot/acc_(\d+)shot", metric):
+        return f"{shots[1]}-shot accuracy of frozen features"
     split, _, name = IN_BITS.get(metric, metric).partition("/")
     if split not in _SPLITS:
-        return _AXIS_TITLES.get(metric, metric)
+        return _PRINTED.get(metric, metric)
     return f"{_SPLITS[split]} {re.sub(r'^acc(?=[0-9])', 'accuracy @', name).replace('_', ' ')}"
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
 
+from orchestrator.costs import TIMES
 from orchestrator.frontier.drawing import frontier_picture
-from orchestrator.frontier.figure import SIZE_TITLE, TIMES, Json, axis_title, frontier_plot
+from orchestrator.frontier.figure import SIZE_TITLE, Json, axis_title, frontier_plot
 from orchestrator.frontier.points import (
     TOGETHER,
     Point,
@@ -169,7 +170,20 @@ class Frontier:
             return tuple(replace(point, cost=point.costs.get(cost_name, math.nan)) for point in points)
 
         groups = {name: moved(getattr(self, name)) for name in ("points", "retrained", "operating", "papers")}
-        return replace(self, cost_name=cost_name, **groups)
+        known = [point.cost for point in groups["points"] if 0 < point.cost < math.inf]
+        reference = {cost_name: 1.1 * max(known, default=1.0), **self.reference}
+        return replace(self, cost_name=cost_name, reference=reference, **groups)
+
+    def within(self, cost_name: str, at_most: float) -> "Frontier":
+        """The same frontier of the points alone that keep a bound of one of their costs; an unknown cost
+        keeps none.
+        """
+
+        def keep(points: Sequence[Point]) -> tuple[Point, ...]:
+            costs = ({**p.costs, self.cost_name: p.cost}.get(cost_name, math.inf) for p in points)
+            return tuple(p for p, cost in zip(points, costs, strict=True) if cost <= at_most)
+
+        return replace(self, points=keep(self.points), operating=keep(self.operating))
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row for every point: its place, cost, quality with standard error, further costs and runs."""

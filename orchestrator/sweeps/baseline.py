@@ -24,7 +24,7 @@ def linear_baseline(run: RunConfig) -> dict[str, float]:
     if not run.task.classifies:
         return {}
     manifest = open_manifest(run.data.path)
-    values = manifest.rows("train") * 3 * run.model.image_size**2
+    values = manifest.rows("train") * 3 * run.model.image_side() ** 2
     if values * len(manifest.classes) > MOST_PRODUCTS or manifest.labels > 1:
         return {}
     (pixels, labels), (val_pixels, val_labels) = (_images(run, split) for split in ("train", "val"))

@@ -13,9 +13,9 @@ from orchestrator import storage
 from orchestrator.checkpoint import manifest as checkpoints
 from orchestrator.codec import read_config
 from orchestrator.errors import BudgetExhausted, UsageError
+from orchestrator.runs.run_directory import Result, RunDir, read_json, write_json
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps.queue import Job, Outcome, TrialState
-from orchestrator.training.run_directory import Result, RunDir, read_json, write_json
-from orchestrator.training.sweep_directory import SweepDir
 
 SAVE_EVERY_S = 30.0
 NEAREST = 8  # ended jobs of similar size that an estimate is fitted to

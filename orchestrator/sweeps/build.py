@@ -11,27 +11,22 @@ from moe.model import Model
 from orchestrator import storage
 from orchestrator.checkpoint.models import load_checkpoint
 from orchestrator.config import RunConfig
+from orchestrator.costs import computed, known_costs
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
+from orchestrator.estimate import branch_step
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, Status
 from orchestrator.frontier.published import papers_metric, published
 from orchestrator.records import read_run
+from orchestrator.runs.measurements import measurements
+from orchestrator.runs.run_directory import Result
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.sweeps.operating import operating_rows, with_operating
 from orchestrator.sweeps.sweep import Sweep, settings
-from orchestrator.training.progress import costs
-from orchestrator.training.run_directory import Result
-from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 log = logging.getLogger(__name__)
 
-PANELS = (  # costs that are drawn where every complete trial has them
-    "cost/train_flops_6mac",
-    "cost/marginal_train_flops_6mac",
-    "cost/device_s",
-    "cost/forward_gflops_2mac",
-    "perf/ms_per_image",
-)
 MEASURED = (  # metric, label in the hover and the table
     ("val/loss", "validation loss"),
     ("perf/images_per_s", "training images/s"),
@@ -49,7 +44,7 @@ class TrialRecord:
 
     Attributes:
         run_id: its name in the sweep.
-        metrics: as last reported.
+        metrics: as last reported, with its costs that are computed or were measured since.
         spending: (seconds since the epoch, device-seconds) of each piece of its training.
         checkpoint: folder of its last checkpoint, relative to its directory; empty if there is none.
         weights: digest of that checkpoint's weights.
@@ -88,7 +83,7 @@ def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> li
                 labels=labels,
                 config=config,
                 status=state.status,
-                metrics=ends[-1].metrics if ends else {},
+                metrics={**trial_costs(config, run.path), **ends[-1].metrics} if ends else {},
                 spending=_spending(ends),
                 directory=run.path,
                 checkpoint=result.checkpoint if result else "",
@@ -96,6 +91,15 @@ def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> li
                 better=result.better_checkpoint() if result else "",
             )
         )
+    return found
+
+
+def trial_costs(run: RunConfig, directory: str) -> dict[str, float]:
+    """Returns the costs of a run that its config says, and those that were measured in its directory last."""
+    known = known_costs()
+    found = computed(run, run.train.steps, trunk=branch_step(run))
+    for each in measurements(directory):
+        found |= {name: value for name, value in each.metrics.items() if name in known}
     return found
 
 
@@ -194,7 +198,7 @@ def _judged_on(sweep: SweepRecord, runs: Sequence[RunConfig]) -> str:
     paths = dict.fromkeys(path for run in runs for path in _judged_paths(sweep, run))
     names = ", ".join(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
     counted = sweep.val_images and len(paths) == 1 and {*paths} == {run.data.path for run in runs}
-    noun = "images" if all(run.model.image_size for run in runs) else "sequences"
+    noun = "images" if all(run.model.image_side() for run in runs) else "sequences"
     return f"{sweep.val_images} {noun} of {names} (val split)" if counted else f"{names} (val split)"
 
 
@@ -208,7 +212,7 @@ def _papers(sweep: SweepRecord, runs: Iterable[RunConfig]) -> tuple[Point, ...]:
     found = set[str | None]()
     for run in runs:
         paths = _judged_paths(sweep, run)
-        classes = run.model.num_classes if paths[0] == run.data.path else None
+        classes = run.model.num_outputs() if paths[0] == run.data.path else None
         found.add(papers_metric(sweep.quality, paths[0], classes) if len(paths) == 1 else None)
     metric = found.pop() if len(found) == 1 else None
     return published(metric, sweep.cost) if metric else ()
@@ -219,12 +223,18 @@ def complete_reference(
 ) -> dict[str, float]:
     """The sweep's reference, raised to these points; costs of which no point is known yet count from 1."""
     highest = dict[str, float]()
-    for name in (sweep.cost, *PANELS):
+    for name in (sweep.cost, *_drawn()):
         known = [p.cost if name == sweep.cost else p.costs.get(name, math.nan) for p in points]
         if positive := [cost for cost in known if 0 < cost < math.inf]:
             highest[name] = max(positive)
     chance = max(trial.config.task.chance(trial.config.model) for trial in trials)
-    return {sweep.cost: 1.0, sweep.quality: chance, **raised_reference(sweep.reference, highest)}
+    reference = {sweep.cost: 1.0, sweep.quality: chance, **raised_reference(sweep.reference, highest)}
+    hidden = {name for name, cost in known_costs().items() if not cost.drawn and name != sweep.cost}
+    return {name: worst for name, worst in reference.items() if name not in hidden}
+
+
+def _drawn() -> list[str]:
+    return [name for name, cost in known_costs().items() if cost.drawn]
 
 
 def raised_reference(reference: Mapping[str, float], highest: Mapping[str, float]) -> dict[str, float]:
@@ -262,7 +272,8 @@ def _point(
 ) -> Point:
     first = same[0]
     config = first.config
-    known = costs(config, config.train.steps)  # a failed trial has a place on the cost axis all the same
+    # A failed trial has a place on the cost axis all the same.
+    known = computed(config, config.train.steps, trunk=branch_step(config))
     found = settings(config)
     status: Status = min((trial.status for trial in same), key=lambda status: WORST_FIRST.index(status))
     if len(same) < seeds and status == "finished":
@@ -281,7 +292,7 @@ def _point(
         run_id=first.run_id,
         status=status,
         details={label: _mean(same, name) for name, label in MEASURED if name in first.metrics} | better,
-        costs={n: _mean(same, n) for n in PANELS if n in first.metrics} if whole else known,
+        costs={n: _mean(same, n) for n in known_costs() if n in first.metrics} if whole else known,
         settings=found,
         runs=tuple((trial.run_id, None) for trial in same[1:]),
         quality_name=sweep.quality,

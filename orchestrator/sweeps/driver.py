@@ -1,70 +1,65 @@
-"""Trains one run or a whole sweep, and keeps MLflow up to date. Commands and notebooks call this."""
+"""Trains a whole sweep, and keeps its trackers up to date. Commands and notebooks call this."""
 
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
 from moe.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
 from orchestrator import storage
+from orchestrator.checkpoint.models import read_model
 from orchestrator.codec import changed_fields, differences, flat, override, read_config, to_dict
 from orchestrator.config import RunConfig
+from orchestrator.costs import Cost, computed, cost_of, known_costs
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.packing import digits
 from orchestrator.errors import BudgetExhausted, UsageError, reason_of
+from orchestrator.estimate import branch_step
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
+from orchestrator.planning.findings import require
+from orchestrator.planning.preflight import preflight
 from orchestrator.plugins import check_loaded, save_plugins
-from orchestrator.sweeps.baseline import linear_baseline
-from orchestrator.sweeps.budget import Budget, BudgetTracker
-from orchestrator.sweeps.build import judged_runs, raised_reference, say_raised
-from orchestrator.sweeps.estimate import resolve_auto
-from orchestrator.sweeps.findings import require
-from orchestrator.sweeps.preflight import preflight
-from orchestrator.sweeps.progress import StepLines, SweepProgress
-from orchestrator.sweeps.publish import publish, wait_for_report
-from orchestrator.sweeps.queue import Job, Policy, RunToCompletion
-from orchestrator.sweeps.run import QUIET, SweepRun, Watch, keep_weights_only
-from orchestrator.sweeps.search import OptunaSearch, SearchOptions, sample
-from orchestrator.sweeps.sweep import Sweep, Trial
-from orchestrator.tracking.base import TrackerConfig, following, update_now
-from orchestrator.tracking.find import check_original
-from orchestrator.tracking.lost import open_store
-from orchestrator.tracking.store import Tracking
-from orchestrator.tracking.sync import Sync
-from orchestrator.tracking.system import SystemMetrics
-from orchestrator.training import notice
-from orchestrator.training.cluster import connect
-from orchestrator.training.contents import contents_of, moved
-from orchestrator.training.fit import check_data, check_start, decided_by_data, fit, start
-from orchestrator.training.lock import locked
-from orchestrator.training.measurements import made_by
-from orchestrator.training.metrics_file import Metrics, poll_s
-from orchestrator.training.progress import costs
-from orchestrator.training.resources import check_resources, check_shared, is_inline
-from orchestrator.training.run_directory import (
+from orchestrator.runs.contents import contents_of, moved
+from orchestrator.runs.measurements import made_by, measurements, write_measurement
+from orchestrator.runs.metrics_file import Metrics
+from orchestrator.runs.run_directory import (
     DATA,
-    Result,
     RunDir,
     check_kind,
     check_resumable,
     new_key,
     raise_changed,
 )
-from orchestrator.training.sweep_directory import SweepDir, SweepRecord
-from orchestrator.training.worker import Report
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
+from orchestrator.sweeps.baseline import linear_baseline
+from orchestrator.sweeps.budget import Budget, BudgetTracker
+from orchestrator.sweeps.build import judged_runs, raised_reference, say_raised
+from orchestrator.sweeps.progress import SweepProgress
+from orchestrator.sweeps.publish import publish
+from orchestrator.sweeps.queue import Job, Policy, RunToCompletion
+from orchestrator.sweeps.run import QUIET, SweepRun, Watch, keep_weights_only
+from orchestrator.sweeps.search import OptunaSearch, SearchOptions, sample
+from orchestrator.sweeps.sweep import Sweep, Trial
+from orchestrator.tracking.base import TrackerConfig, following
+from orchestrator.tracking.lost import open_store
+from orchestrator.tracking.store import Tracking
+from orchestrator.tracking.sync import Sync
+from orchestrator.tracking.system import SystemMetrics
+from orchestrator.training.cluster import connect
+from orchestrator.training.fit import fit, start
+from orchestrator.training.resources import check_resources
+from orchestrator.training.train import Mode, recording_errors, with_data, working_in
 
 log = logging.getLogger(__name__)
 
-Mode = Literal["auto", "resume", "fresh"]
 SAMPLED = 200  # draws of a space that set the reference of a search
 
 
@@ -94,65 +89,6 @@ class SweepOptions(Config):
     trackers: tuple[TrackerConfig, ...] = ()
 
 
-def with_data(run: RunConfig) -> RunConfig:
-    """Returns the run, without a data set on the digits, with what its data decide."""
-    path = run.data.path or digits(run.storage)
-    return decided_by_data(replace(run, data=replace(run.data, path=path)))
-
-
-def _silent(*_: object) -> None: ...
-
-
-def train(
-    run: RunConfig,
-    *,
-    mode: Mode = "auto",
-    progress: bool | Report = True,
-    store: Tracking | None = None,
-    labels: Mapping[str, str] | None = None,
-    trackers: Iterable[TrackerConfig] = (),
-) -> Result:
-    """Trains one run to its end, from its newest checkpoint if it has one, and shows it in MLflow.
-
-    A run without `data.path` is trained on the `digits`.
-
-    Args:
-        mode: ``auto`` continues what is there, ``resume`` insists on it, ``fresh`` moves it aside.
-        progress: whether to print a line for every report; or a function that gets the step and its metrics.
-        store: the MLflow store; by default MLFLOW_TRACKING_URI, else ``mlflow.db`` below the storage.
-        labels: further tags of the run in trackers.
-        trackers: what follows the run beside MLflow.
-
-    Raises:
-        UsageError: for an unknown mode, a run that cannot be trained, or another config in its directory.
-        ray.train.TrainingFailedError: when workers died more often than they are replaced.
-    """
-    if mode not in get_args(Mode):
-        raise UsageError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
-    directory = RunDir.of(run).path
-    check_kind(directory, "run")
-    if mode == "resume" and RunDir(directory).record() is None:
-        check_resumable(directory, mode)
-    run = resolve_auto(with_data(run))
-    check_data(run)
-    check_start(run)
-    lines = StepLines(run) if progress is True else None
-    say: Callable[[str], None] = lines.say if lines else _silent
-    report: Report = lines.show if lines else _silent if isinstance(progress, bool) else progress
-    if not is_inline(run):
-        connect(say)
-        check_shared(run.storage)
-        check_resources(run)
-    store = store or open_store(run.storage)
-    with working_in(directory, mode, store):
-        start(run, "resume" if mode == "resume" else "auto", {**made_by(), **(labels or {})})
-        if not is_inline(run):
-            say(f"starting {run.scale.workers} workers, which load libraries first ..")
-        followers = [Sync(store, directory), *(tracker.follow(directory) for tracker in trackers)]
-        with following(followers), SystemMetrics(directory), _recording_errors(directory):
-            return fit(run, report)
-
-
 def run_sweep(
     sweep: Sweep,
     options: SweepOptions = SweepOptions(),
@@ -180,6 +116,8 @@ def run_sweep(
     with trained_trials(sweep, options, progress=progress, store=store) as run:
         if run.trials_left() and not any(s.reached or s.outcome for s in run.queue.states.values()):
             raise BudgetExhausted("the budget does not hold a single trial: give a larger one")
+        for cost in (each for each in known_costs().values() if each.measured and not run.trials_left()):
+            measure_costs([state.trial for state in run.queue.states.values()], cost)
         frontier = publish(directory)
         for point in knee_points(frontier.points, 0 if run.trials_left() else options.retrain):
             _retrain(run, point.arm)
@@ -204,7 +142,11 @@ def trained_trials(
         raise UsageError("the sweep has no arms: name at least one in arms={..}, or give options.search")
     if options.search and sweep.space is None:
         raise UsageError(f"the sweep {sweep.base.name} has no space to search: give it one, or name arms")
-    sweep = sweep.based_on(with_data(sweep.base))
+    sweep = with_counted_cost(sweep.based_on(with_data(sweep.base)))
+    if options.search and (cost := cost_of(sweep.cost)) and cost.measured:
+        raise UsageError(
+            f"{sweep.cost} is measured when all trials have ended: a search cannot learn from it"
+        )
 
     def open_mine() -> Tracking:
         return store or open_store(sweep.base.storage)
@@ -236,6 +178,26 @@ def trained_trials(
                 SweepDir(directory).update(lambda was: {"status": status})
 
 
+def with_counted_cost(sweep: Sweep) -> Sweep:
+    """Returns the sweep whose runs count its cost, if that is counted."""
+    cost, costs = cost_of(sweep.cost), sweep.base.train.costs
+    if cost is None or not cost.counted or sweep.cost in costs:
+        return sweep
+    return sweep.based_on(override(sweep.base, {"train.costs": [*costs, sweep.cost]}))
+
+
+def measure_costs(trials: Iterable[Trial], cost: Cost) -> None:
+    """Measures a cost of all finished trials, and writes it to their directories, unless all have it."""
+    runs = [RunDir.of(trial.run) for trial in trials if trial.role == "trial"]
+    runs = [run for run in runs if (end := run.result()) and end.status == "finished"]
+    known = [any(cost.kind in each.metrics for each in measurements(run.path)) for run in runs]
+    if all(known):
+        return
+    found = cost.of_models([read_model(run.checkpoints) for run in runs])
+    for run, value in zip(runs, found or (), strict=True):
+        write_measurement(run.path, {cost.kind: value})
+
+
 def make_search(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSearch:
     """Returns the search, which has learned from the trials of other sweeps that lie in its space."""
     assert sweep.space
@@ -252,35 +214,6 @@ def make_search(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSea
         taken = search.warm_start(found := judged_runs(earlier, sweep), SweepDir(earlier).answers())
         watch.say(f"warm start: {taken} of {len(found)} runs of {name} lie in the space")
     return search
-
-
-@contextmanager
-def working_in(directory: str, mode: Mode, store: Tracking) -> Iterator[None]:
-    """Locks the directory, and takes a request there to stop as a notice. What was there is moved aside if
-    `mode` is ``fresh``, and ends in MLflow.
-
-    Raises:
-        UsageError: for a copy of a directory that MLflow shows.
-    """
-    wait_for_report(directory)
-    with notice.on_interrupt(), locked(directory, fresh=mode == "fresh") as aside:
-        if aside and (missing := update_now(Sync(store, aside))):
-            log.warning("MLflow may still show what is now %s as running: %s", aside, missing)
-        check_original(store, directory)
-        request = RunDir(directory)
-        storage.delete(request.stop)  # of an earlier process
-        with notice.on_request(request.asked_for_good, poll_s(directory)):
-            yield
-
-
-@contextmanager
-def _recording_errors(directory: str) -> Iterator[None]:
-    """Writes why a run failed to its directory. An interrupted run has not failed."""
-    try:
-        yield
-    except Exception as error:
-        RunDir(directory).write_error(reason_of(error))
-        raise
 
 
 def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) -> SweepRecord:
@@ -332,6 +265,9 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         same = moved(changes, was.contents | {"data.path": was.data_digest})
         if changes := {name: each for name, each in changes.items() if name not in same}:
             raise_changed(directory, changes, base.data.path)
+        for run in (trial.run for trial in trials) if same else ():
+            if RunDir.of(run).record():
+                start(run)  # also one that has ended: it is evaluated where the data lie now
         now = replace(
             now,
             key=was.key,
@@ -365,11 +301,12 @@ def _fixed(record: SweepRecord, arms: Iterable[str]) -> dict[str, Any]:
 
 
 def _highest_costs(runs: Iterable[RunConfig]) -> dict[str, float]:
-    """The highest of each computed cost."""
-    found = dict[str, float]()
+    """The highest of each computed cost that a page draws."""
+    found, drawn = dict[str, float](), known_costs()
     for run in runs:
-        for name, cost in costs(run, run.train.steps).items():
-            found[name] = max(found.get(name, 0.0), cost)
+        for name, cost in computed(run, run.train.steps, trunk=branch_step(run)).items():
+            if drawn[name].drawn:
+                found[name] = max(found.get(name, 0.0), cost)
     return found
 
 
@@ -394,7 +331,7 @@ def _retrain(run: SweepRun, arm: str) -> None:
     run.budget.begin(job)
     try:
         check_resources(longer)
-        with _recording_errors(RunDir.of(longer).path):
+        with recording_errors(RunDir.of(longer).path):
             outcome = fit(longer, report)
     except (UsageError, TrainingFailedError, RayError) as error:
         outcome = reason_of(error)

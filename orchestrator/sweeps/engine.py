@@ -20,12 +20,12 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from orchestrator import storage
 from orchestrator.config import RunConfig
 from orchestrator.errors import reason_of
+from orchestrator.runs import notice
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.queue import Job, TrialQueue
 from orchestrator.sweeps.scheduler import OUTCOME, FrontierScheduler
-from orchestrator.training import notice
 from orchestrator.training.fit import fit
 from orchestrator.training.resources import is_inline, run_resources
-from orchestrator.training.run_directory import RunDir
 
 RESTARTS = 3  # of a trial's process that dies
 PLACING_S = 60.0  # for Ray to place a group that has room

@@ -23,12 +23,12 @@ from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
 from orchestrator.frontier.paired import Interval, interval
 from orchestrator.optimizers import SGDConfig
+from orchestrator.runs.run_directory import Result
 from orchestrator.schedules import CosineConfig
 from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.suite import SuiteRow
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fewshot import STRENGTHS, accuracies, best_strength, frozen_features
-from orchestrator.training.run_directory import Result
 
 EXPERT_DROPOUT, CAPACITY = 0.1, 1.5
 LR, LAST_LR = 3e-3, 1e-5
@@ -69,7 +69,7 @@ def finetune_run(
     """
     was = model.run
     return RunConfig(
-        model=_finetune_model(was.model, image_size or size.image_size or was.model.image_size),
+        model=_finetune_model(was.model, image_size or size.image_size or was.model.image_side()),
         data=DataConfig(
             batch_size=size.batch_size,
             augment=size.augment,

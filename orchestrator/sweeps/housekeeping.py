@@ -16,6 +16,12 @@ from typing import Any, NamedTuple
 from orchestrator import storage
 from orchestrator.errors import UsageError
 from orchestrator.names import RESERVED
+from orchestrator.runs.lock import holder_of, locked
+from orchestrator.runs.measurements import measurement_ids
+from orchestrator.runs.metrics_file import poll_s
+from orchestrator.runs.run_directory import CONFIG, LOCK, SWEEP, UNTRAINED, RunDir
+from orchestrator.runs.state import State, directory_state
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps.overview import entries
 from orchestrator.tracking.find import KEY, SWEEP_KEY, is_copy, record_of, runs_below
 from orchestrator.tracking.removal import (
@@ -28,12 +34,6 @@ from orchestrator.tracking.removal import (
     shown_of,
 )
 from orchestrator.tracking.store import Tracking
-from orchestrator.training.lock import holder_of, locked
-from orchestrator.training.measurements import measurement_ids
-from orchestrator.training.metrics_file import poll_s
-from orchestrator.training.run_directory import CONFIG, LOCK, SWEEP, UNTRAINED, RunDir
-from orchestrator.training.state import State, directory_state
-from orchestrator.training.sweep_directory import SweepDir
 
 OLD = re.compile(r".+\.old-\d+")  # what --fresh moved aside
 HALF = re.compile(r".*\.[0-9a-f]{32}\.tmp|(.*/)?\.writable-[0-9a-f]{32}")  # of a write that was killed
@@ -149,7 +149,11 @@ def _shown(store: Tracking, key: str) -> Iterator[Step]:
 
 
 def _empty(directory: str) -> None:
-    """Deletes the record last: it has the key by which MLflow's part is found. Keeps the lock."""
+    """Deletes the record last: it has the key by which MLflow's part is found. Keeps the lock. Uploads to S3
+    that were never completed cost as much as files, and no list shows them.
+    """
+    with suppress(OSError):  # who may delete may not list uploads
+        storage.abort_uploads(directory)
     names = storage.names(directory)
     for name in [*(n for n in names if n not in (SWEEP, CONFIG, LOCK)), CONFIG, SWEEP]:
         storage.delete(storage.join(directory, name))

@@ -8,23 +8,33 @@ from typing import Any
 
 from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef, load_checkpoint
+from orchestrator.costs import FORWARD, cost_of
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import TOGETHER, Point, is_complete
+from orchestrator.runs.measurements import measurements, metric_name, rows_of
+from orchestrator.runs.run_directory import read_json
 from orchestrator.sweeps.sweep import settings
-from orchestrator.training.measurements import measurements, rows_of
-from orchestrator.training.run_directory import read_json
 
 OPERATING = "operating_points.json"  # a table of a measurement; in sweeps of 0.3 and before a file
 AS_TRAINED = "as trained"
 TIME = "perf/ms_per_image"
 QUARTILES = (f"{TIME}_q25", f"{TIME}_q75")
-COSTS = ("cost/forward_gflops_2mac", TIME)
-PICTURES = {COSTS[0]: "operating.png", TIME: "operating-ms.png"}
+COSTS = (FORWARD, TIME)
 TIMING = (*QUARTILES, "batch", "device", "rounds", "repeats")
 DETAILS = {"val/acc5": "accuracy @5", "val/loss": "loss", "batch": "timed batch", "device": "timed on"}
 
 PointRow = Mapping[str, Any]
+
+
+def picture(cost_name: str) -> str:
+    """Returns the name of the picture over a cost."""
+    cost = cost_of(cost_name)
+    return (
+        "operating.png"
+        if cost_name == FORWARD
+        else f"operating-{metric_name(cost.unit if cost else cost_name)}.png"
+    )
 
 
 def table_of(rows: Sequence[PointRow]) -> dict[str, list[Any]]:

@@ -13,13 +13,13 @@ from orchestrator.codec import read_config
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import as_shown
 from orchestrator.names import RESERVED
+from orchestrator.runs.lock import holder_of
+from orchestrator.runs.measurements import HOST, JOB, USER
+from orchestrator.runs.run_directory import CONFIG, LOCK, SWEEP, RunDir, read_json
+from orchestrator.runs.state import State, state_of_run, state_of_sweep
+from orchestrator.runs.sweep_directory import SUMMARY, SweepDir, SweepRecord
 from orchestrator.tasks import TaskConfig
 from orchestrator.tracking.registry import KNEE
-from orchestrator.training.lock import holder_of
-from orchestrator.training.measurements import HOST, JOB, USER
-from orchestrator.training.run_directory import CONFIG, LOCK, SWEEP, RunDir, read_json
-from orchestrator.training.state import State, state_of_run, state_of_sweep
-from orchestrator.training.sweep_directory import SUMMARY, SweepDir, SweepRecord
 
 READERS = 16  # directories that are read at the same time
 
@@ -142,7 +142,7 @@ def _run(directory: str, name: str, files: Mapping[str, int], size: int) -> Entr
         metrics = {"cost/device_s": saved.progress["device_s"]} if saved else {}
     quality = ""
     with suppress(UsageError):  # the task of a plugin that is not loaded
-        quality = read_config(TaskConfig, record["config"]["task"]).quality
+        quality = read_config(TaskConfig, record["config"].get("task", {})).quality
     quality_name, shown = as_shown(quality, metrics[quality]) if quality in metrics else ("", None)
     return Entry(
         name=name,

@@ -12,23 +12,21 @@ from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import UNDECIDED, Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.points import IN_BITS, Point, as_shown, is_complete
+from orchestrator.runs.lock import REPORT, InUse, locked, wait_for_report
+from orchestrator.runs.measurements import table
+from orchestrator.runs.run_directory import kind_of
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.sweeps.build import TrialRecord, say_raised, sweep_frontier
-from orchestrator.sweeps.operating import PICTURES
+from orchestrator.sweeps.operating import picture
 from orchestrator.tracking.base import update_now
 from orchestrator.tracking.registry import BEST, CONFIRMED, FAST, KNEE
 from orchestrator.tracking.store import Tracking
 from orchestrator.tracking.sync import Sync
-from orchestrator.training.lock import InUse, locked
-from orchestrator.training.measurements import table
-from orchestrator.training.run_directory import LOCK, kind_of
-from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 log = logging.getLogger(__name__)
 
 PAGE, PNG, SVG = "frontier.html", "frontier.png", "frontier.svg"
 FILES = (PAGE, PNG, SVG)
-REPORT_S = 600.0  # that a command waits for a report
-REPORT = "report"  # below the sweep: whoever draws and sends it holds the lock of this folder too
 _PLACES = {
     FAST: "the cheapest of the frontier",
     KNEE: "the knee of the frontier",
@@ -44,7 +42,7 @@ def write_files(frontier: Frontier, folder: str) -> list[str]:
         page.write_text(frontier_page(frontier), encoding="utf-8")
         frontier.save_picture(*pictures)
         for cost in operating_costs(frontier):
-            pictures.append(Path(temporary, PICTURES[cost]))
+            pictures.append(Path(temporary, picture(cost)))
             frontier.at_cost(cost).save_picture(pictures[-1])
         for file in (page, *pictures):
             storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
@@ -113,26 +111,6 @@ def send(directory: str, store: Tracking, *, only: Collection[str]) -> str:
             return update_now(sync, only)
     except InUse:
         return update_now(sync, only, live=True)
-
-
-def wait_for_report(directory: str) -> None:
-    """Waits while another command draws the sweep and sends it: it needs the directory for some seconds.
-
-    Raises:
-        InUse: if it needs more than `REPORT_S`.
-    """
-    folder, began_s, waiting = storage.join(directory, REPORT), time.monotonic(), False
-    while LOCK in storage.names(folder):
-        try:
-            with locked(folder):
-                return
-        except InUse:
-            if time.monotonic() - began_s > REPORT_S:
-                raise
-            if not waiting:
-                log.info("waiting for a report that is drawn in %s", directory)
-            waiting = True
-            time.sleep(0.5)
 
 
 def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str, dict[str, str]]:

@@ -5,14 +5,16 @@ The queue itself starts nothing. It is called with what happened, and returns th
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
-from orchestrator.sweeps.estimate import branch_step
-from orchestrator.sweeps.sweep import Trial
+from moe.config import Family
+from orchestrator.estimate import branch_step
+from orchestrator.runs.run_directory import Result
+from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.resources import fits
-from orchestrator.training.run_directory import Result
 
 # A trial whose devices are not free is passed by so many later ones. Then all wait for it.
 PATIENCE = 8
@@ -116,19 +118,52 @@ class Job:
         return self.state.trial
 
 
-class Policy(Protocol):
+class Policy(Family, ABC, default="run_to_completion"):
+    """Decides which trials train next, and how far, from what all trials have reached.
+
+    A policy is a class in a file, which may be a plugin. It has no memory: a sweep that was stopped goes on
+    from the states of its trials. All its methods get the states of all trials of the sweep, in order.
+    """
+
+    @abstractmethod
     def jobs(self, states: Sequence[TrialState]) -> Iterable[Job]:
-        """Returns the jobs that could start now, best first. `states`: all trials of the sweep, in order."""
-        ...
+        """Returns the jobs that could start now, best first."""
+
+    def for_sweep(self, sweep: Sweep, *, known: Collection[str], budgeted: bool) -> Self:
+        """Returns the policy with what a sweep decides.
+
+        Args:
+            known: the costs that are known before a trial begins. If the sweep's own is not one of them,
+                `TrialState.cost` is that of training in FLOPs.
+            budgeted: whether the money may run out.
+
+        Raises:
+            UsageError: if the policy cannot judge this sweep.
+        """
+        return self
+
+    def predictions(self, states: Sequence[TrialState]) -> Mapping[Hashable, float]:
+        """Returns arm -> its predicted final quality, from which a search learns while the arm is paused."""
+        return {}
+
+    def passed_by(self, states: Sequence[TrialState]) -> Mapping[Hashable, tuple[float, float]]:
+        """Returns the arms that are left untrained on purpose -> what each was expected to add, as part of
+        the hypervolume, and the cost that it still needs, as part of all cost. The page names them.
+        """
+        return {}
 
 
-class RunToCompletion:
+@dataclass(frozen=True, kw_only=True)
+class RunToCompletion(Policy):
     """Trains every trial to its end: the largest demand first, so that small trials fill the gaps. Where the
     money may run out, `cheapest_first`: most of the frontier is complete by then.
     """
 
-    def __init__(self, *, cheapest_first: bool = False) -> None:
-        self.cheapest_first = cheapest_first
+    kind: Literal["run_to_completion"] = "run_to_completion"
+    cheapest_first: bool = False
+
+    def for_sweep(self, sweep: Sweep, *, known: Collection[str], budgeted: bool) -> Self:
+        return replace(self, cheapest_first=self.cheapest_first or budgeted)
 
     def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
         def rank(state: TrialState) -> tuple[float, str]:

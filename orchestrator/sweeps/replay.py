@@ -7,9 +7,9 @@ from statistics import fmean
 
 import numpy as np
 
+from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps.queue import Policy, TrialQueue, TrialState
-from orchestrator.sweeps.stopping import ARM_SD, DECADE_SD, LEVEL, SEED_SD, SLOPE, EarlyStopping
-from orchestrator.training.run_directory import Result
+from orchestrator.sweeps.stopping import ARM_SD, DECADE_SD, LEVEL, SEED_SD, SLOPE
 
 WORKERS = 4
 SWEEPS, RANKINGS = 20, 2000  # drawn sweeps, fewer where these would need more rankings in all
@@ -64,21 +64,25 @@ def replay(
         yield spent, state
 
 
-def expected_spending(unbegun: Callable[[], Sequence[TrialState]]) -> tuple[float, float, float]:
-    """Returns the 10, 50 and 90 % quantiles of what early stopping spends in sweeps that are drawn from its
-    assumptions, as parts of the cost of training everything.
+def expected_spending(
+    unbegun: Callable[[], Sequence[TrialState]], policy: Policy
+) -> tuple[float, float, float]:
+    """Returns the 10, 50 and 90 % quantiles of what a policy spends in sweeps that are drawn from the
+    assumptions of `EarlyStopping`, as parts of the cost of training everything.
 
     Args:
         unbegun: makes the states of all trials, none of which has begun.
     """
     draws = max(1, min(SWEEPS, RANKINGS // len(unbegun())))
-    low, middle, high = np.quantile([_spending(unbegun(), seed) for seed in range(draws)], (0.1, 0.5, 0.9))
+    low, middle, high = np.quantile(
+        [_spending(unbegun(), policy, seed) for seed in range(draws)], (0.1, 0.5, 0.9)
+    )
     return float(low), float(middle), float(high)
 
 
-def _spending(states: Sequence[TrialState], seed: int) -> float:
+def _spending(states: Sequence[TrialState], policy: Policy, seed: int) -> float:
     drawn = _draw(states, np.random.default_rng(seed))
-    ends = replay(states, EarlyStopping(), lambda state, step: drawn[state.name][step == state.steps])
+    ends = replay(states, policy, lambda state, step: drawn[state.name][step == state.steps])
     *_, spent = (spent for spent, _ in ends)
     return spent / math.fsum(state.flops for state in states)
 

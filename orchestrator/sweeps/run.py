@@ -13,31 +13,28 @@ import numpy as np
 
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.config import RunConfig
-from orchestrator.errors import UsageError
+from orchestrator.costs import TRAIN_FLOPS, computed, known_costs
+from orchestrator.estimate import branch_step
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
 from orchestrator.frontier.points import as_shown
+from orchestrator.runs import notice
+from orchestrator.runs.metrics_file import METRICS, LineReader, Metrics, poll_s
+from orchestrator.runs.run_directory import Result, RunDir
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps.budget import BudgetTracker
 from orchestrator.sweeps.engine import run_jobs
-from orchestrator.sweeps.estimate import branch_step
 from orchestrator.sweeps.queue import (
     Job,
     Outcome,
     Policy,
-    RunToCompletion,
     TrialQueue,
     TrialState,
     new_trial_state,
 )
 from orchestrator.sweeps.search import OptunaSearch
-from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trial
-from orchestrator.training import notice
-from orchestrator.training.metrics_file import METRICS, LineReader, Metrics, poll_s
-from orchestrator.training.progress import costs
 from orchestrator.training.resources import most_resources, run_resources
-from orchestrator.training.run_directory import Result, RunDir
-from orchestrator.training.sweep_directory import SweepDir
 
 STATUS_EVERY_S = 30
 
@@ -118,19 +115,10 @@ class SweepRun:
         search: OptunaSearch | None = None,
         watch: Watch = QUIET,
     ) -> None:
-        known = [*costs(sweep.base, 1), "cost/marginal_train_flops_6mac"]
-        if sweep.cost not in known and isinstance(policy, EarlyStopping):
-            raise UsageError(
-                f"early stopping judges by what a trial will cost, and {sweep.cost} is measured: train to the"
-                f" end, or use one of {', '.join(known)}"
-            )
-        if isinstance(policy, EarlyStopping) and policy.chance is None:
-            policy = EarlyStopping(chance=sweep.base.task.chance(sweep.base.model), loss=policy.loss)
-        if isinstance(policy, RunToCompletion) and math.isfinite(budget.budget.limit_s()):
-            policy = RunToCompletion(cheapest_first=True)
+        known = [name for name, cost in known_costs().items() if cost.known_before]
         self.sweep = sweep
         self.budget = budget
-        self.policy = policy
+        self.policy = policy.for_sweep(sweep, known=known, budgeted=math.isfinite(budget.budget.limit_s()))
         self.search = search
         self.watch = watch
         self.retrained: dict[str, Outcome] = {}
@@ -142,7 +130,7 @@ class SweepRun:
         self._followed_s = self._status_s = time.monotonic()
         self.queue = TrialQueue(
             map(self.state_of, sweep.trials(self._drawn()).values()),
-            policy,
+            self.policy,
             cluster_resources=most_resources,
             quality=sweep.quality,
             max_concurrent=max_concurrent,
@@ -248,8 +236,8 @@ class SweepRun:
         return waiting if self.queue.out_of_budget else 0
 
     def passed_by(self) -> dict[str, tuple[float, float]]:
-        """Returns the arms that early stopping passed by, as `EarlyStopping.passed_by` does."""
-        if not isinstance(self.policy, EarlyStopping) or self.trials_left():
+        """Returns the arms that early stopping passed by, as `Policy.passed_by` does."""
+        if self.trials_left():
             return {}
         found = self.policy.passed_by(list(self.queue.states.values()))
         return {str(arm): worth for arm, worth in found.items()}
@@ -278,13 +266,12 @@ class SweepRun:
 
     def _tell_predictions(self) -> None:
         """Tells the search what is predicted of paused arms. None is currently worth resuming."""
-        search, policy = self.search, self.policy
-        if search is None or not isinstance(policy, EarlyStopping):
+        if (search := self.search) is None:
             return
         states = list(self.queue.states.values())
         waiting = {state.arm: state for state in states if state.waiting}
         running = {state.arm for state in states if state.running}
-        for arm, quality in policy.predictions(states).items():
+        for arm, quality in self.policy.predictions(states).items():
             if arm in waiting and arm not in running | self._predicted:
                 self._predicted.add(arm)
                 search.tell(waiting[arm].trial.arm, quality, waiting[arm].cost)
@@ -318,11 +305,15 @@ class SweepRun:
         """Quality and cost of an arm as the sweep measures them, means over its seeds: both None while it is
         not over; the quality None, and the cost 0, if it did not finish.
         """
-        ends = [state.outcome for state in self.queue.states.values() if state.trial.arm == arm]
-        if None in ends:
+        states = [state for state in self.queue.states.values() if state.trial.arm == arm]
+        if any(state.outcome is None for state in states):
             return None, None
-        done = [end.metrics for end in ends if isinstance(end, Result) and end.status == "finished"]
-        if len(done) < len(ends) or any(self.sweep.cost not in metrics for metrics in done):
+        done = [
+            {**computed(run := state.trial.run, run.train.steps, trunk=state.start), **state.outcome.metrics}
+            for state in states
+            if isinstance(state.outcome, Result) and state.outcome.status == "finished"
+        ]
+        if len(done) < len(states) or any(self.sweep.cost not in metrics for metrics in done):
             return None, 0.0
         return fmean(m[self.sweep.quality] for m in done), fmean(m[self.sweep.cost] for m in done)
 
@@ -342,8 +333,8 @@ def keep_weights_only(trials: Iterable[Trial], frontier: Frontier) -> int:
 
 def unbegun(trial: Trial, cost_name: str) -> TrialState:
     """Returns the state of a trial that has not begun."""
-    own = trial.run.train.steps - branch_step(trial.run)
-    flops = costs(trial.run, own)["cost/train_flops_6mac"]
-    known = costs(trial.run, trial.run.train.steps) | {"cost/marginal_train_flops_6mac": flops}
-    cost = known.get(cost_name, known["cost/train_flops_6mac"])
+    steps, trunk = trial.run.train.steps, branch_step(trial.run)
+    flops = computed(trial.run, steps - trunk)[TRAIN_FLOPS]
+    known = computed(trial.run, steps, trunk=trunk)
+    cost = known.get(cost_name, known[TRAIN_FLOPS])
     return new_trial_state(trial, cost=cost, need=run_resources(trial.run), flops=flops)

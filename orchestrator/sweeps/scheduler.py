@@ -13,10 +13,10 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
 from orchestrator.errors import reason_of
+from orchestrator.runs.notice import Stopped
+from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps.queue import Job, TrialQueue, TrialState
 from orchestrator.sweeps.stopping import EarlyStopping
-from orchestrator.training.notice import Stopped
-from orchestrator.training.run_directory import Result
 
 TrialConfig = Mapping[str, Any]
 OUTCOME = (

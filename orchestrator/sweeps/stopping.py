@@ -9,14 +9,19 @@ seed, and its rung, as far as rungs of other arms have predicted their ends. `be
 import math
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import fsum
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from orchestrator.sweeps.queue import Job, TrialState
+from moe.config import NonNegativeFloat
+from orchestrator.errors import UsageError
+from orchestrator.sweeps.queue import Job, Policy, TrialState
+from orchestrator.sweeps.sweep import Sweep
 
 Floats = NDArray[np.float64]
 
@@ -36,18 +41,29 @@ END = math.log10(1.1)  # decades that the hypervolume goes beyond the highest co
 UNPAIRED = 0.03  # weight of a rung whose arm has no end
 
 
-class EarlyStopping:
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping(Policy):
     """Trains arms from cheap to dear, passes by those that are not worth their cost, and ends by itself.
 
     The first seed of an arm pauses at its rung. The other seeds follow if the arm is still worth their cost.
 
-    Args:
+    Attributes:
         chance: quality that the hypervolume counts from; None: that of a sweep's task.
         loss: fraction of the hypervolume that may be lost to save half of the cost.
     """
 
-    def __init__(self, *, chance: float | None = None, loss: float = 0.015) -> None:
-        self.chance, self.loss = chance, loss
+    kind: Literal["early_stopping"] = "early_stopping"
+    chance: float | None = None
+    loss: NonNegativeFloat = 0.015
+
+    def for_sweep(self, sweep: Sweep, *, known: Collection[str], budgeted: bool) -> Self:
+        if sweep.cost not in known:
+            raise UsageError(
+                f"early stopping judges by what a trial will cost, and {sweep.cost} is measured: train to the"
+                f" end, or use one of {', '.join(known)}"
+            )
+        chance = sweep.base.task.chance(sweep.base.model) if self.chance is None else self.chance
+        return replace(self, chance=chance)
 
     def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
         """Yields jobs of worthy arms in order of cost. Within a band, all arms are tried to their rung before
@@ -68,15 +84,13 @@ class EarlyStopping:
                     yield Job(state=state, until=_rung(state) if pauses else state.steps)
 
     def predictions(self, states: Sequence[TrialState]) -> dict[Hashable, float]:
-        """Returns arm -> its predicted final quality, without arms that failed."""
+        """Leaves out arms that failed."""
         table = self._table(states)
         final = table.chance + table.scale * table.mean
         return {table.seeds[i][0].arm: float(final[i]) for i in np.flatnonzero(~table.failed)}
 
     def passed_by(self, states: Sequence[TrialState]) -> dict[Hashable, tuple[float, float]]:
-        """Returns arm -> what it is expected to add, as part of the hypervolume, and the cost that it still
-        needs, as part of all cost, of arms that are not worth it. Together they add less: they compete.
-        """
+        """Returns the arms that are not worth their cost. Together they add less: they compete."""
         table = self._table(states)
         passed = np.flatnonzero(table.is_open & (table.worth < 2 * self.loss))
         return {table.seeds[i][0].arm: (float(table.gain[i]), float(table.left[i])) for i in passed}

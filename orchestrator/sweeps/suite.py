@@ -19,9 +19,9 @@ from orchestrator.config import RunConfig
 from orchestrator.data.held_out import hold_out
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
+from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.run_directory import Result
 
 GEOMETRY = (
     "inception",

@@ -12,9 +12,9 @@ from orchestrator.checkpoint.manifest import folder_of
 from orchestrator.codec import differences, flat, override, places_of, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.estimate import resolve_auto
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.answers import Space
-from orchestrator.sweeps.estimate import resolve_auto
-from orchestrator.training.run_directory import RunDir
 
 Role = Literal["trial", "trunk"]
 

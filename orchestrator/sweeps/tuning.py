@@ -15,18 +15,19 @@ from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import BudgetExhausted, UsageError
 from orchestrator.frontier.points import Point
+from orchestrator.planning.findings import require
+from orchestrator.planning.preflight import preflight
+from orchestrator.runs.run_directory import RunDir
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps.build import TUNED, sweep_frontier
-from orchestrator.sweeps.driver import SweepOptions, trained_trials, with_data, working_in
-from orchestrator.sweeps.findings import require
-from orchestrator.sweeps.preflight import preflight
+from orchestrator.sweeps.driver import SweepOptions, trained_trials
 from orchestrator.sweeps.queue import RunToCompletion
 from orchestrator.sweeps.run import Watch
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.lost import open_store
 from orchestrator.tracking.store import Tracking
 from orchestrator.training.cluster import connect
-from orchestrator.training.run_directory import RunDir
-from orchestrator.training.sweep_directory import SweepDir
+from orchestrator.training.train import with_data, working_in
 
 log = logging.getLogger(__name__)
 

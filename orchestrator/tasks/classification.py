@@ -67,17 +67,19 @@ class ClassificationConfig(TaskConfig):
 
     def check(self, model: ModelConfig) -> None:
         super().check(model)
-        if isinstance(self.class_weights, tuple) and len(self.class_weights) != model.num_classes:
-            raise ValueError(f"{len(self.class_weights)} class_weights, but {model.num_classes} num_classes")
+        if isinstance(self.class_weights, tuple) and len(self.class_weights) != model.num_outputs():
+            raise ValueError(
+                f"{len(self.class_weights)} class_weights, but {model.num_outputs()} num_classes"
+            )
 
     def chance(self, model: ModelConfig) -> float:
-        return 1 / model.num_classes
+        return 1 / model.num_outputs()
 
     def for_data(self, model: ModelConfig, path: str) -> Mapping[str, Any]:
         if self.class_weights != "balanced":
             return {}
         counts = class_counts(path, "train")
-        counts = np.pad(counts, (0, max(0, model.num_classes - len(counts))))
+        counts = np.pad(counts, (0, max(0, model.num_outputs() - len(counts))))
         if without := np.flatnonzero(counts == 0).tolist():
             raise UsageError(
                 f"class_weights='balanced': {len(without)} of {len(counts)} classes, such as number"
@@ -87,7 +89,7 @@ class ClassificationConfig(TaskConfig):
 
     def without_data(self, model: ModelConfig) -> Mapping[str, Any]:
         balanced = self.class_weights == "balanced"
-        return {"task.class_weights": [1.0] * model.num_classes} if balanced else {}
+        return {"task.class_weights": [1.0] * model.num_outputs()} if balanced else {}
 
     def inputs(self, batch: Batch) -> Tensor:
         images = normalize(batch["image"])

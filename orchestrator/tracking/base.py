@@ -18,6 +18,10 @@ from typing import Any, NamedTuple, Self
 from moe.config import Family
 from orchestrator import storage
 from orchestrator.errors import reason_of
+from orchestrator.runs import notice
+from orchestrator.runs.measurements import measurement_ids
+from orchestrator.runs.run_directory import RunDir
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.tracking.projection import (
     Projection,
     Unreadable,
@@ -27,10 +31,6 @@ from orchestrator.tracking.projection import (
     project_trials,
     reading,
 )
-from orchestrator.training import notice
-from orchestrator.training.measurements import measurement_ids
-from orchestrator.training.run_directory import RunDir
-from orchestrator.training.sweep_directory import SweepDir
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from mlflow.exceptions import MlflowException
 
 from orchestrator import storage
+from orchestrator.runs.state import State, directory_state
 from orchestrator.tracking.find import KEY, SWEEP_KEY, record_of, unfinished
 from orchestrator.tracking.store import Tracking, open_tracking, store_uri
-from orchestrator.training.state import State, directory_state
 
 log = logging.getLogger(__name__)
 

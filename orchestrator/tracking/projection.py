@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from orchestrator import storage
 from orchestrator.codec import flat
+from orchestrator.costs import known_costs
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.training.measurements import (
+from orchestrator.runs.measurements import (
     FOLDER,
     HOST,
     JOB,
@@ -22,11 +23,10 @@ from orchestrator.training.measurements import (
     measurements,
     read_measurement,
 )
-from orchestrator.training.metrics_file import METRICS, SYSTEM, LineReader
-from orchestrator.training.run_directory import BAD_IMAGES, ERROR, PROFILE, Result, RunDir, RunRecord, Status
-from orchestrator.training.sweep_directory import SweepDir, SweepRecord
+from orchestrator.runs.metrics_file import METRICS, SYSTEM, LineReader
+from orchestrator.runs.run_directory import BAD_IMAGES, ERROR, PROFILE, Result, RunDir, RunRecord, Status
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 
-CONSTANT = ("cost/params", "cost/forward_gflops_2mac")  # constant metrics, which become params
 FINGERPRINT = "data/fingerprint"  # a metric that becomes a tag
 RUN_FILES = (BAD_IMAGES, PROFILE, ERROR)
 
@@ -134,12 +134,17 @@ class ScalarReader:
             images = pause.step * int(of.params["data.batch_size"])
             rows.append({"images": images, "time_s": pause.time_s, "metrics": pause.metrics})
         for row in sorted(rows, key=itemgetter("images")):
-            charted = {n: v for n, v in row["metrics"].items() if n not in (*CONSTANT, FINGERPRINT)}
+            charted = {n: v for n, v in row["metrics"].items() if n not in (*_constants(), FINGERPRINT)}
             add(charted, at=row["images"], time_s=row["time_s"])
         for row in load:
             add(row["metrics"], at=int(row["time_s"] - of.began_s), time_s=row["time_s"])
         add(of.metrics, at=int(of.ended_s), time_s=of.ended_s)
         return found
+
+
+def _constants() -> list[str]:
+    """Returns the metrics that never change, which become parameters."""
+    return [metric for metric, cost in known_costs().items() if cost.constant]
 
 
 def measured_scalars(of: Measurement) -> list[Scalar]:
@@ -201,7 +206,7 @@ def project_run(
     tags = {**record.labels, **labels, "directory": directory}
     params = {name: str(value) for name, value in flat(record.config).items()}
     if result is not None:
-        params |= {name: f"{result.metrics[name]:.10g}" for name in CONSTANT if name in result.metrics}
+        params |= {name: f"{result.metrics[name]:.10g}" for name in _constants() if name in result.metrics}
         if FINGERPRINT in result.metrics:
             tags["data_fingerprint"] = f"{result.metrics[FINGERPRINT]:.0f}"
         if result.best_checkpoint:

@@ -78,7 +78,7 @@ def write_pyfunc(source: ModelRef, out: str, mlmodel: MLmodel | None = None) -> 
         SIGNATURE: to_dict(source.signature),
         "model": to_dict(source.run.model),
     }
-    side = source.run.model.image_size
+    side = source.run.model.image_side()
     example = pd.DataFrame({"image": [encode_png(np.full((side, side, 3), 127, "uint8"))]})
     with TemporaryDirectory() as folder:
         work = Path(folder)

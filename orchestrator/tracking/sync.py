@@ -24,6 +24,9 @@ from mlflow.utils.mlflow_tags import (
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
+from orchestrator.runs.measurements import read_measurement
+from orchestrator.runs.run_directory import Result, Status
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.tracking.base import Follower, Following
 from orchestrator.tracking.find import KEY, SWEEP_KEY, find_by_tag, refuse_copy
 from orchestrator.tracking.projection import (
@@ -36,9 +39,6 @@ from orchestrator.tracking.projection import (
 )
 from orchestrator.tracking.registry import log_checkpoint, register
 from orchestrator.tracking.store import Tracking, open_tracking, redact_uri
-from orchestrator.training.measurements import read_measurement
-from orchestrator.training.run_directory import Result, Status
-from orchestrator.training.sweep_directory import SweepDir
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
 from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
-from orchestrator.training.metrics_file import SYSTEM, LineWriter
+from orchestrator.runs.metrics_file import SYSTEM, LineWriter
 
 PATIENCE_S = 10.0
 Monitor = CPUMonitor | DiskMonitor | NetworkMonitor | GPUMonitor

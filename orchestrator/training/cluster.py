@@ -8,12 +8,12 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services, utils, worker
+from ray._private import ray_constants, services, utils, worker
 
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.output import redact_uri
@@ -24,7 +24,8 @@ BREAKS = re.compile(r"\n|\. Some common causes|\. Possible reasons")
 
 
 def connect(say: Callable[[str], None] = lambda line: None) -> None:
-    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts Ray here; once in a process.
+    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts Ray here, on loopback; once in a
+    process.
 
     Args:
         say: prints a line before Ray starts, which takes seconds, and if a token is made for it.
@@ -53,10 +54,10 @@ def connect(say: Callable[[str], None] = lambda line: None) -> None:
         starts = services.canonicalize_bootstrap_address(None) is None  # pyright: ignore[reportArgumentType]
         if starts:
             _make_token(say)
-        with _deaf_to_hangup(), _without_passwords():
+        with _deaf_to_hangup(), _without_passwords(), _on_loopback() if starts else nullcontext():
             ray.init(logging_level=logging.ERROR, log_to_driver=False)
         _shorten_messages()
-    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of any type, Exception too: of a node that does not come up in time
         why = reason_of(error)
         raise UsageError(_cannot_start(why) if starts else _cannot_join(address, why)) from None
 
@@ -107,6 +108,19 @@ def _deaf_to_hangup() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Lets a Ray that is started in the block listen on 127.0.0.1 alone, as it does on macOS: elsewhere its
+    ports are open to the network, though with a token, and Ray replaces this address as an argument.
+    """
+    module: Any = ray_constants
+    module.ENABLE_RAY_CLUSTER, before = False, module.ENABLE_RAY_CLUSTER
+    try:
+        yield
+    finally:
+        module.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

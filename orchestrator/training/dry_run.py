@@ -130,7 +130,7 @@ def start_state(model: Model, optimizer: torch.optim.Optimizer) -> None:
 
 def fake_batch(run: RunConfig) -> Batch:
     """Returns a worker's share of a batch, with the fields that the run's task reads."""
-    images, side = run.data.batch_size // run.scale.workers, run.model.image_size
+    images, side = run.data.batch_size // run.scale.workers, run.model.image_side()
     fields = {name: torch.from_numpy(f.empty(images)) for name, f in run.task.fields(run.model).items()}
     fields["label"] = torch.zeros(images, 1, dtype=torch.int64)
     if side:

@@ -127,7 +127,7 @@ class FewShot:
     """
 
     def __init__(self, run: RunConfig, config: FewShotConfig, rank: int = 0, workers: int = 1) -> None:
-        if not run.model.image_size:
+        if not run.model.image_side():
             raise UsageError(f"few shots are of images, and a model of kind {run.model.kind!r} reads none")
         self.config = config
         paths = [storage.absolute(path) for path in config.paths] or [run.data.path]

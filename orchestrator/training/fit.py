@@ -30,16 +30,17 @@ from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
 from orchestrator.data.augment.base import at
 from orchestrator.data.fields import check_fields
+from orchestrator.data.index import has_images
 from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.ray_data import by_ray_data
-from orchestrator.data.sequences import SEQUENCE
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.training import notice
+from orchestrator.runs import notice
+from orchestrator.runs.metrics_file import LOG, METRICS, POLL_S, LineReader, poll_s
+from orchestrator.runs.run_directory import Result, RunDir, StartMode, acquire_run_dir
 from orchestrator.training.gauges import Gauges
 from orchestrator.training.heartbeat import HeartbeatMonitor, HeartbeatSender
 from orchestrator.training.launch import on_workers
-from orchestrator.training.metrics_file import LOG, METRICS, POLL_S, LineReader, poll_s
 from orchestrator.training.profile import current_phase
 from orchestrator.training.resources import (
     CPU_FOR_DATA,
@@ -47,7 +48,6 @@ from orchestrator.training.resources import (
     placement,
     worker_resources,
 )
-from orchestrator.training.run_directory import Result, RunDir, StartMode, acquire_run_dir
 from orchestrator.training.worker import Report, train_worker
 
 log = logging.getLogger(__name__)
@@ -72,15 +72,16 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
             f"data.batch_size={run.data.batch_size} is more than the {manifest.rows('train')} training images"
             f" of {run.data.path}: use at most {manifest.rows('train')}"
         )
-    if run.task.classifies and len(manifest.classes) > run.model.num_classes:
+    if run.task.classifies and len(manifest.classes) > run.model.num_outputs():
         raise UsageError(
-            f"model.num_classes={run.model.num_classes}, but {run.data.path} has {len(manifest.classes)}"
+            f"model.num_classes={run.model.num_outputs()}, but {run.data.path} has {len(manifest.classes)}"
             " classes"
         )
-    if run.model.image_size and SEQUENCE in manifest.fields:
+    if run.model.image_side() and not has_images(run.data.path, manifest.labels, manifest.fields):
         raise UsageError(
-            f"{run.data.path} holds text without images, and a model of kind {run.model.kind!r} reads images:"
-            " set model.kind=decoder and task.kind=next_token"
+            f"{run.data.path} holds samples without images, of fields {', '.join(manifest.fields)}, and a"
+            f" model of kind {run.model.kind!r} reads images: choose a model and a task that read them"
+            " (model.kind, task.kind)"
         )
     check_fields(run.task.fields(run.model), manifest.fields, run.data.path)
     check_shards(run.data.path, manifest, verify=verify)

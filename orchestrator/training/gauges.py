@@ -7,7 +7,7 @@ import time
 import ray
 from ray.util.metrics import Gauge
 
-from orchestrator.training.metrics_file import Metrics
+from orchestrator.runs.metrics_file import Metrics
 
 GAUGES = {  # name -> metric and description
     "step": ("", "step of the last report"),

@@ -14,9 +14,9 @@ from orchestrator import storage
 from orchestrator.config import RunConfig
 from orchestrator.data.ray_data import start_feeds
 from orchestrator.errors import UsageError
-from orchestrator.training.metrics_file import LogFile
+from orchestrator.runs.metrics_file import LogFile
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.training.resources import pin_to_this_node, placement, worker_resources
-from orchestrator.training.run_directory import RunDir
 from orchestrator.training.torch_trainer import ConnectConfig, Trainer
 
 # Workers that wait for another worker for longer give up. torch's default is 30 minutes; Ray never times out.

@@ -23,10 +23,10 @@ from moe.router_state import after_batch, before_step
 from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, concatenated
+from orchestrator.runs.metrics_file import Metrics
 from orchestrator.tasks.base import Heads, not_finite
 from orchestrator.threads import one_thread
 from orchestrator.training.metrics import Meter, device_sync
-from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.profile import phase, phase_seconds
 
 # Forward passes of an evaluation that are not timed, because they compile, capture and allocate, and of

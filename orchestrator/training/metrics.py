@@ -3,8 +3,9 @@
 import csv
 import io
 import logging
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from moe.init import mix
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
+from orchestrator.costs import Cost
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.training.run_directory import BAD_IMAGES
+from orchestrator.runs.run_directory import BAD_IMAGES
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ PEAK_TFLOPS = {
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "A10G": 70,
 }  # fmt: skip
 
-# Unit and meaning of every name in `metrics.jsonl`, beside those of tasks; docs/_reference.py makes a page.
+# Unit and meaning of every name in `metrics.jsonl`, beside those of costs and tasks; docs/_reference.py makes
+# a page.
 METRICS = {
     "train/loss": ("nats", "mean loss over the global batch, with the routers' auxiliary losses"),
     "train/loss_router": ("nats", "its part from the routers"),
@@ -54,20 +57,8 @@ METRICS = {
             "report": "reports",
         }.items()
     },
-    "perf/ms_per_image": ("ms", "median time of a forward pass of one worker, divided by its images"),
     "perf/cpu_cores": ("cores", "cores that the workers' processes used on average"),
-    "perf/memory_gib": ("GiB", "memory of the workers' processes"),
-    "perf/gpu_memory_gib": ("GiB", "peak memory of tensors per GPU"),
     "perf/gpu_util": ("percent", "time in which a kernel ran, mean over the GPUs"),
-    "cost/train_flops_6mac": ("FLOPs", "training so far, 6 per multiply-add, computed from the config"),
-    "cost/forward_gflops_2mac": (
-        "GFLOPs",
-        "forward pass of one image, 2 per multiply-add, computed from the config",
-    ),
-    "cost/params": ("-", "number of parameters"),
-    "cost/device_s": ("s", "time of training without evaluation and checkpoints, times workers"),
-    "cost/marginal_train_flops_6mac": ("FLOPs", "of a cooldown run: its own steps alone"),
-    "cost/marginal_device_s": ("s", "of a cooldown run: its own steps alone"),
     "data/wait_frac": ("fraction", "training time in which the workers waited for images"),
     "data/fingerprint": ("-", "hash of the samples read so far and of their places; equal for equal orders"),
     "data/bad_images": ("-", "images that could not be decoded"),
@@ -102,16 +93,58 @@ METRICS = {
     "system/*": ("-", "load of the driver's machine, under the names of MLflow's system metrics"),
 }
 
+MORE_IS_BETTER = ("perf/images_per_s", "perf/mfu", "perf/gpu_util")  # of those above, beside qualities
+
+
+class CostCounters:
+    """Counts the costs of `train.costs`. All workers make one, and ask it for totals together.
+
+    Args:
+        before: what the checkpoint has of them, of all workers.
+    """
+
+    def __init__(
+        self, costs: Iterable[Cost], device: torch.device, before: Mapping[str, float] | None = None
+    ) -> None:
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        self._reads = {cost: cost.counter(device) for cost in costs}
+        self._own = {cost: (before or {}).get(cost.kind, 0.0) if first else 0.0 for cost in self._reads}
+        self._at = dict[Cost, float]()
+        self.start()
+
+    def start(self) -> None:
+        self._at = {cost: read() for cost, read in self._reads.items() if read}
+
+    def stop(self) -> None:
+        for cost, at in self._at.items():
+            if read := self._reads[cost]:
+                now = read()
+                self._own[cost] = max(self._own[cost], now) if cost.peak else self._own[cost] + now - at
+
+    def totals(self) -> dict[str, float]:
+        """Returns what all workers have counted; the counters must be stopped."""
+        by_worker = [self._own]
+        if dist.is_initialized() and self._own:
+            by_worker = [self._own] * dist.get_world_size()
+            dist.all_gather_object(by_worker, self._own)
+        return {c.kind: (max if c.peak else math.fsum)(own[c] for own in by_worker) for c in self._own}
+
 
 class Meter:
     """Measures training speed, and device-seconds: seconds of training times the number of workers.
 
     `device_s` comes from the checkpoint and is saved in the next, so the number of workers may change.
+
+    Args:
+        counters: run while its clock does.
     """
 
-    def __init__(self, *, workers: int = 1, device_s: float = 0.0) -> None:
+    def __init__(
+        self, *, workers: int = 1, device_s: float = 0.0, counters: CostCounters | None = None
+    ) -> None:
         self.workers = workers
         self.device_s = device_s
+        self._counters = counters
         self._start = time.perf_counter()
         self._read_at = device_s
         self._wait_s = 0.0
@@ -131,7 +164,11 @@ class Meter:
         """Stops the clock: reports, evaluation and checkpoints do not count as training."""
         device_sync()
         self.device_s += (time.perf_counter() - self._start) * self.workers
+        if self._counters:
+            self._counters.stop()
         yield
+        if self._counters:
+            self._counters.start()
         self._start = time.perf_counter()
 
     def read(self) -> dict[str, float]:

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile as torch_profile, record_fu
 
 from orchestrator import storage
 from orchestrator.data.batch import Batch
+from orchestrator.runs.run_directory import PROFILE
 from orchestrator.training.metrics import device_sync, write_csv
-from orchestrator.training.run_directory import PROFILE
 
 log = logging.getLogger(__name__)
 

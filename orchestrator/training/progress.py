@@ -1,14 +1,12 @@
-"""The counters and results of a run that its checkpoints hold beside the weights, and its costs so far."""
+"""The counters and results of a run that its checkpoints hold beside the weights."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
-from orchestrator.config import RunConfig
 from orchestrator.data.batch import DecodeError
-from orchestrator.training.metrics_file import Metrics
+from orchestrator.runs.metrics_file import Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +15,7 @@ class Progress:
 
     Attributes:
         device_s: device-seconds of training.
+        counted: the costs of `train.costs` so far, of all workers.
         reported, metrics: step and values of the last report.
         best_k: the k best finite values of the task's quality, with their steps, best first; of equal values
             the earliest.
@@ -26,6 +25,7 @@ class Progress:
     """
 
     device_s: float = 0.0
+    counted: Metrics = field(default_factory=Metrics)
     reported: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     best_k: list[tuple[float, int]] = field(default_factory=list)
@@ -57,23 +57,3 @@ class Progress:
         if not self.best:
             return f"no {quality_name} yet"
         return f"best {quality_name} {self.best[0]:.4g} at step {self.best[1]}"
-
-
-def costs(run: RunConfig, step: int) -> Metrics:
-    """Returns the analytic costs of `step` updates; their conventions are in the names."""
-    return {
-        "cost/train_flops_6mac": train_flops_6mac(run.model, images=step * run.data.batch_size),
-        "cost/forward_gflops_2mac": forward_gflops_2mac(run.model),
-        "cost/params": float(num_params(run.model)),
-    }
-
-
-def marginal_costs(run: RunConfig, step: int, device_s: float, trunk: tuple[int, float] | None) -> Metrics:
-    """Returns what a branch cost beyond the steps and seconds of its trunk; empty for other runs."""
-    if trunk is None:
-        return {}
-    own = (step - trunk[0]) * run.data.batch_size
-    return {
-        "cost/marginal_train_flops_6mac": train_flops_6mac(run.model, images=own),
-        "cost/marginal_device_s": device_s - trunk[1],
-    }

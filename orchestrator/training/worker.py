@@ -25,17 +25,21 @@ from orchestrator.checkpoint.statistics import inputs_for_statistics
 from orchestrator.checkpoint.weights import signature_of_run
 from orchestrator.codec import changed_fields, flat, read_config, to_dict
 from orchestrator.config import RunConfig
+from orchestrator.costs import computed, counted
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.data.stream import Reader, Stream, in_process, open_stream, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.records import at_its_place
+from orchestrator.runs.contents import moved, recorded_at
+from orchestrator.runs.metrics_file import Metrics, MetricsWriter
+from orchestrator.runs.run_directory import Result, RunDir
 from orchestrator.threads import set_threads
 from orchestrator.training.average import Average
-from orchestrator.training.contents import moved, recorded_at
 from orchestrator.training.features import can_be_stored, with_features
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, due, evaluate, good_enough, run_steps
 from orchestrator.training.metrics import (
+    CostCounters,
     Meter,
     SampleTracker,
     UtilizationMonitor,
@@ -44,10 +48,8 @@ from orchestrator.training.metrics import (
     model_flops_utilization,
     write_csv,
 )
-from orchestrator.training.metrics_file import Metrics, MetricsWriter
 from orchestrator.training.profile import profiled
-from orchestrator.training.progress import Progress, costs, marginal_costs
-from orchestrator.training.run_directory import Result, RunDir
+from orchestrator.training.progress import Progress
 
 log = logging.getLogger(__name__)
 Report = Callable[[int, Metrics], None]
@@ -115,8 +117,10 @@ class Worker:
         self.metrics_file = MetricsWriter(run) if self.first else None
         if self.metrics_file and self.done:
             self.metrics_file.resumed(self.done)
-        self.meter = Meter(workers=workers, device_s=self.progress.device_s)
+        self.counters = CostCounters(counted(run.train.costs), self.device, self.progress.counted)
+        self.meter = Meter(workers=workers, device_s=self.progress.device_s, counters=self.counters)
         self.utilization = UtilizationMonitor()
+        self.flops_per_image = train_flops_6mac(run.model, images=1)
         self.samples = SampleTracker(fingerprint=self.progress.fingerprint, bad=self.progress.bad)
 
     def _begin(self) -> tuple[int, Progress, Metrics]:
@@ -165,7 +169,7 @@ class Worker:
             source = read_model(started.source, whole=False)
         except UsageError:
             return {}
-        alike = source.run.model.image_size == run.model.image_size and source.run.task == run.task
+        alike = source.run.model.image_side() == run.model.image_side() and source.run.task == run.task
         same = not run.task.classifies or (started.classes is not None and started.classes.are_same)
         if f"{run.model.head}.weight" not in started.transfer.copied or not (alike and same):
             return {}
@@ -227,10 +231,9 @@ class Worker:
         """Completes the metrics of a step, and records and reports them."""
         run = self.run
         fingerprint, bad = self.samples.gather()
-        values |= self.utilization.read() | costs(run, step)
-        flops_per_s = values["perf/images_per_s"] * train_flops_6mac(run.model, images=1)
+        values |= self.utilization.read() | self._costs(step)
+        flops_per_s = values["perf/images_per_s"] * self.flops_per_image
         values |= model_flops_utilization(flops_per_s, run.scale.workers)
-        values |= marginal_costs(run, step, values["cost/device_s"], self.progress.trunk)
         values |= {"data/fingerprint": fingerprint_metric(fingerprint), "data/bad_images": float(len(bad))}
         values |= self.samples.traffic()
         values["checkpoint/age_s"] = time.monotonic() - self.checkpoints.saved_s
@@ -254,8 +257,14 @@ class Worker:
         run, found = self.run, self.progress.metrics if self.progress.reported == step else {}
         if run.task.quality in found:
             return found
-        values = found | self.validate() | costs(run, step) | {"cost/device_s": self.meter.device_s}
-        return values | marginal_costs(run, step, self.meter.device_s, self.progress.trunk)
+        return found | self.validate() | self._costs(step)
+
+    def _costs(self, step: int) -> Metrics:
+        """Returns what the run has cost. All workers call it together."""
+        trunk, device_s = self.progress.trunk, self.meter.device_s
+        found = computed(self.run, step, trunk=trunk[0] if trunk else 0) | self.counters.totals()
+        own = {"cost/marginal_device_s": device_s - trunk[1]} if trunk else {}
+        return found | {"cost/device_s": device_s} | own
 
     def is_best(self, step: int) -> bool:
         """Returns whether the evaluation of `step` is among the best so far, whose checkpoints are kept."""
@@ -264,7 +273,12 @@ class Worker:
     def save(self, step: int) -> None:
         """Saves a checkpoint, after the reports that it contains."""
         fingerprint, bad = self.samples.gather()
-        own = {"device_s": self.meter.device_s, "fingerprint": fingerprint, "bad": bad}
+        own = {
+            "device_s": self.meter.device_s,
+            "counted": self.counters.totals(),
+            "fingerprint": fingerprint,
+            "bad": bad,
+        }
         ends = self.progress.reported == step and good_enough(self.run, self.progress.metrics)
         scheduled = due(self.run, step).saves or self.is_best(step) or ends
         recorded = asdict(self.progress) | own | {"scheduled": scheduled}

@@ -18,11 +18,11 @@ from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
 from orchestrator.checkpoint.models import read_model
 from orchestrator.data.batch import normalize
-from orchestrator.data.packing import write_shards
-from orchestrator.data.sources import open_source
 from orchestrator.evaluation.evaluate import EvalTask, images_of
+from orchestrator.packing import open_source
+from orchestrator.packing.pack import write_shards
+from orchestrator.runs.measurements import measurements
 from orchestrator.tracking.store import open_reader
-from orchestrator.training.measurements import measurements
 from tests.mlflow_reader import RunInfo, children, find_sweep
 
 Call = Callable[..., tuple[str, str]]
@@ -168,7 +168,7 @@ def test_random_subsets_stand_beside_the_models_own(home: Path, call: Call, tmp_
 def test_a_second_look_is_recorded_too(home: Path, call: Call, monkeypatch: pytest.MonkeyPatch):
     """Its place is the time of day, which goes on."""
     for now in (2_000_000_000, 2_000_000_060):
-        monkeypatch.setattr("orchestrator.training.measurements.time.time", lambda now=now: now)
+        monkeypatch.setattr("orchestrator.runs.measurements.time.time", lambda now=now: now)
         assert call(evaluate.main, "tiny/trials/dense", "--repeats", "1")[0] == ""
     history = trial(home, "dense").history("eval/shards/val/step-20/as_trained/ms_per_image")
     assert [place for place, _ in history][-2:] == [2_000_000_000, 2_000_000_060]

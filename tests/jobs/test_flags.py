@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from jobs import evaluate, finetune, pack_shards, pareto_sweep, plan, predict, train
+from jobs import evaluate, finetune, pareto_sweep, plan, predict, train
 from jobs._cli import Evaluation, source_labels
 from jobs._flags import assignment, flag, numbers, parse
 from jobs.pareto_sweep import SweepFlags
@@ -122,12 +122,6 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
         (SweepFlags, "--tune train.lr=1,2 --set train.lr=3", "--tune and --set train.lr exclude each other"),
         (SweepFlags, "--budget-hours -1", "--budget-hours: must be above 0, got -1"),
         (SweepFlags, "--budget-usd nan", "--budget-usd: must be above 0, got nan"),
-        (
-            pack_shards.PackFlags,
-            "--source fodler:/x --out y",
-            "unknown kind 'fodler' of sources; known: digits, digits-captions, cluttered-digits,"
-            " python-topics, folder, webdataset, parquet, csv, mds, litdata, text, torchvision",
-        ),
         (SweepFlags, "--confirm -1", "--confirm: must be at least 0, got -1"),
         (Evaluation, "--batch-size 0", "--batch-size: must be at least 1, got 0"),
         (evaluate.EvaluateFlags, "soft --shots 1,x", "'1,x': write numbers, e.g. 1,5,10,25"),

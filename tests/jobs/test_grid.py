@@ -12,12 +12,12 @@ from mlflow import MlflowClient
 from jobs import _grid, evaluate
 from jobs._cli import Places
 from jobs._record import Record
+from orchestrator.runs.lock import locked
 from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.sweeps.operating import COSTS, TIMING
 from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.store import open_reader
-from orchestrator.training.lock import locked
 from tests.made_directories import end_sweep, run_at
 from tests.mlflow_reader import children, find_sweep
 from tests.trained_sweep import train_sweep

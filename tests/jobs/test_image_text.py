@@ -11,9 +11,9 @@ import pytest
 from jobs import _image_text, evaluate, pareto_sweep, predict, train as train_job
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
-from orchestrator.data.packing import digits
+from orchestrator.packing.pack import digits
 from orchestrator.sweeps.catalog import make_sweep
-from orchestrator.sweeps.driver import train
+from orchestrator.training.train import train
 
 pytestmark = pytest.mark.smoke
 Call = Callable[..., tuple[str, str]]

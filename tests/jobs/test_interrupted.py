@@ -60,7 +60,7 @@ NEVER_S = 3600
 SAVES = """
 import os, signal, sys, time
 from jobs._cli import command
-from orchestrator.training import notice
+from orchestrator.runs import notice
 with command("training", grace=float(sys.argv[2])), notice.saving():
     for number in sys.argv[3:]:
         os.kill(os.getpid(), int(number))

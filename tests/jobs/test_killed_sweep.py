@@ -108,7 +108,7 @@ def test_the_driver_and_a_worker_are_killed(tmp_path, undisturbed):
 # Runs a file as the interpreter does, with leases of 9 seconds.
 SHORT_LEASES = """
 import runpy, sys
-from orchestrator.training import lock
+from orchestrator.runs import lock
 lock.LEASE_S, sys.argv = 9.0, sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

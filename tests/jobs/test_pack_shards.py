@@ -14,12 +14,11 @@ import pytest
 from PIL import Image
 
 from jobs import pack_shards
-from orchestrator.data import packing
 from orchestrator.data.images import decode
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.packing import pack
-from orchestrator.data.sources import open_source
 from orchestrator.data.text import read_tokenizer
+from orchestrator.packing import open_source, pack as packing
+from orchestrator.packing.pack import pack
 from tests.orchestrator.data.images import JPEG, PNG, files, numbered, parquet, samples, tar, write
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +137,7 @@ def test_warnings(call: Call, tmp_path: Path) -> None:
     [
         (
             "imagenet",
-            "error: unknown source 'imagenet'; known: digits, digits-captions, cluttered-digits, folder:PATH",
+            "error: unknown source 'imagenet'; known: cluttered-digits, csv:PATH, digits,",
         ),
         ("folder:/not/there", "error: no folder /not/there"),
         ("torchvision:Mnist", "error: torchvision.datasets has no 'Mnist'; it has "),
@@ -195,7 +194,7 @@ def test_files_that_are_not_images_are_one_line(call: Call, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_interrupted(tmp_path: Path) -> None:
     """Ctrl-C while it packs: not exit code 0, and nothing that could be taken for a data set."""
-    script = "import os; from orchestrator.data import packing; packing.ROWS_PER_SHARD = 4"
+    script = "import os; from orchestrator.packing import pack as packing; packing.ROWS_PER_SHARD = 4"
     write(tmp_path / "images", {f"{c}/{n}.png": numbered(n) for c in range(2) for n in range(4000)})
     command = f"{script}; from jobs.pack_shards import main; main()"
     job = subprocess.Popen(
@@ -237,7 +236,7 @@ def test_a_source_of_ones_own_reads_on_other_nodes(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its functions are sent to the processes that pack."""
-    monkeypatch.setattr("orchestrator.data.packing.ROWS_PER_SHARD", 8)
+    monkeypatch.setattr("orchestrator.packing.pack.ROWS_PER_SHARD", 8)
     own, out = ROOT / "tests/own/stripes.py", str(tmp_path / "shards")
     assert call("--source", f"{own}:placed", "--out", out)[0] == ""
     assert len(open_manifest(out).splits["train"]) == 20

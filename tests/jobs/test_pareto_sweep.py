@@ -19,8 +19,8 @@ from jobs._flags import parse
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
+from orchestrator.planning.preflight import check_metrics
 from orchestrator.sweeps.driver import make_search
-from orchestrator.sweeps.preflight import check_metrics
 from orchestrator.sweeps.run import QUIET
 from orchestrator.sweeps.scales import TINY
 from orchestrator.tracking.store import EXPERIMENT

@@ -11,10 +11,11 @@ import pytest
 
 from jobs import report
 from jobs._cli import UNSENT
-from orchestrator.sweeps import driver, publish
+from orchestrator.runs.lock import InUse, locked
+from orchestrator.sweeps import publish
 from orchestrator.sweeps.publish import FILES, REPORT
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.lock import InUse, locked
+from orchestrator.training.train import working_in
 from tests.made_directories import begin, change_record, end_sweep, run_at
 from tests.trained_sweep import open_store
 
@@ -71,7 +72,7 @@ def test_a_command_that_trains_waits_for_a_report(home: Path, monkeypatch: pytes
     directory = f"{home}/tiny"
 
     def begin() -> None:
-        with driver.working_in(directory, "auto", open_store(home)):
+        with working_in(directory, "auto", open_store(home)):
             pass
 
     with ThreadPoolExecutor() as pool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from orchestrator.training.metrics_file import read_metrics
+from orchestrator.runs.metrics_file import read_metrics
 
 STEPS = 75  # of 64 images; an epoch has 22 or 23
 COMMON = [

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from jobs import sweeps
+from orchestrator.runs.measurements import USER
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.measurements import USER
 from tests.made_directories import begin, end_sweep, run_at
 
 Call = Callable[..., tuple[str, str]]

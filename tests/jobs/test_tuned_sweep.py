@@ -12,11 +12,11 @@ import pytest
 
 from jobs import pareto_sweep
 from jobs._flags import parse
-from orchestrator.data import packing
+from orchestrator.packing import pack as packing
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps import tuning
 from orchestrator.sweeps.driver import acquire_sweep_dir
 from orchestrator.training.fit import fit
-from orchestrator.training.sweep_directory import SweepDir
 from tests.jobs.test_killed_sweep import kill_driver, until
 
 ROOT = Path(__file__).parents[2]

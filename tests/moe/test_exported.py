@@ -17,12 +17,15 @@ from moe.codec import from_dict, to_dict
 from moe.exported import load
 from moe.layer import MoEConfig
 from moe.model import ModelConfig
+from moe.models import TwoTowersConfig
 from moe.models.vit import ViTConfig
 from moe.presets import PRESETS, VITS, create_model
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig, TopKConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from moe.routers.balance import SignConfig
+from moe.upgrade import upgraded_model
 from tests.moe.parts import KINDS, build_vit, images
+from wings.language.decoder import DecoderConfig
 
 MOE = Path(__file__).parents[2] / "moe"
 ROUTERS = [
@@ -190,3 +193,10 @@ def test_a_model_by_name_with_weights(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.state_dict().items())
     with pytest.raises(ValueError, match=r"is no vit_small_patch16_224: image_size is 8 there, and 224 here"):
         create_model("vit_small_patch16_224", weights=tmp_path)
+
+
+def test_configs_of_earlier_versions_are_read():
+    """A decoder and two towers once had a number of classes, on which no weight depends."""
+    for config in (DecoderConfig(), TwoTowersConfig()):
+        assert from_dict(ModelConfig, upgraded_model(to_dict(config) | {"num_classes": 7})) == config
+    assert upgraded_model(to_dict(ViTConfig(num_classes=7)))["num_classes"] == 7

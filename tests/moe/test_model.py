@@ -1,12 +1,13 @@
 """The contract of models, on a ViT and on a user's own model: costs, operating points, causality."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import pytest
 import torch
 
 from moe.codec import from_dict, to_dict
+from moe.cost import model_costs
 from moe.layer import MoEConfig
 from moe.model import Model, ModelConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
@@ -53,21 +54,23 @@ def test_models_compute_convolutions_without_tf32(monkeypatch):
 @pytest.mark.parametrize("config", MODELS)
 def test_measured_costs_are_those_of_the_formulas(config):
     """Multiply-adds to the number; of the activations, the formulas leave out what is small."""
-    measured, formula = trace(config), config.activations()
-    assert sum(measured.macs.values()) == sum(config.macs().values())
-    assert sum(measured.activations.saved) == pytest.approx(sum(formula.saved), rel=0.15)
-    assert measured.activations.stream == formula.stream
+    measured, formula = trace(config), config.costs()
+    assert sum(measured.macs.values()) == sum(formula.macs.values())
+    assert sum(measured.activations.saved) == pytest.approx(sum(formula.activations.saved), rel=0.15)
+    assert measured.activations.stream == formula.activations.stream
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: router.kind)
 @pytest.mark.parametrize("experts", [2, (0, 3)])
-def test_measured_costs_of_a_subset_of_experts(router, experts):
+def test_measured_costs_of_a_subset_of_experts(router, experts, monkeypatch):
     """The experts that are left out compute nothing, in the measurement as in the formula."""
     config, point = vit_config(router), RoutingOverrides(experts=experts)
-    measured, formula = ModelConfig.macs(config, point), config.macs(point)
+    formula = model_costs(config, point).macs
+    monkeypatch.setattr(type(config), "costs", ModelConfig.costs)
+    measured, whole = (model_costs(config, each).macs for each in (point, AS_TRAINED))
     for part in ("router", "experts", "dispatch_combine"):
         assert measured.get(part, 0) == formula[part]
-    assert sum(measured.values()) == sum(formula.values()) < sum(config.macs().values())
+    assert sum(measured.values()) == sum(formula.values()) < sum(whole.values())
 
 
 def test_a_model_without_formulas_has_its_costs_measured():
@@ -76,18 +79,19 @@ def test_a_model_without_formulas_has_its_costs_measured():
     config, places, width = convnet(), 16, 32
     rows = config.slots() * 4
     mlp = 2 * 4 * width * width
+    known = model_costs(config)
     assert (
-        sum(config.macs().values())
+        sum(known.macs.values())
         == (places * 12 * width + 2 * places * 9 * width + places * mlp + places * width * 4 + rows * mlp)
         + width * 10
     )
-    assert config.largest_matmul() == rows * mlp / 2
+    assert known.largest == rows * mlp / 2
     assert config.moe_blocks() == (1,)
-    assert config.activations(2).stream == 2 * places * width
+    assert model_costs(config, number=2).activations.stream == 2 * places * width
     for fewer in (RoutingOverrides(capacity_factor=0.5), RoutingOverrides(experts=2)):
-        assert sum(config.macs(fewer).values()) == sum(config.macs().values()) - rows * mlp / 2
+        assert sum(model_costs(config, fewer).macs.values()) == sum(known.macs.values()) - rows * mlp / 2
     with pytest.raises(ValueError, match="has no k to override"):
-        convnet(SoftConfig()).macs(RoutingOverrides(k=1))
+        model_costs(convnet(SoftConfig()), RoutingOverrides(k=1))
 
 
 def test_points_of_a_model_without_a_shared_pass():
@@ -112,7 +116,9 @@ def test_json_names_the_kind_of_a_model():
 def test_a_causal_model_refuses_routers_that_leak_the_future():
     @dataclass(frozen=True, kw_only=True)
     class CausalConfig(ConvNetConfig):
-        causal: ClassVar[bool] = True
+        @property
+        def causal(self) -> bool:
+            return True
 
     moe = MoEConfig(layers="last_1", num_experts=4, router=TokenChoiceConfig(k=1, priority="none"))
     CausalConfig(moe=moe)
@@ -133,7 +139,7 @@ def test_code_that_reads_numbers_has_no_measured_cost():
             return model
 
     try:
-        with pytest.raises(ValueError, match=r"kind 'reading' cannot run on the meta device.*macs"):
-            ReadingConfig().macs()
+        with pytest.raises(ValueError, match=r"kind 'reading' cannot run on the meta device.*costs"):
+            model_costs(ReadingConfig())
     finally:
         del ModelConfig.kinds["reading"]

@@ -13,8 +13,8 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch
 from orchestrator.data.stream import in_process
+from orchestrator.runs.metrics_file import Metrics
 from orchestrator.training.loop import evaluate, train_step
-from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.worker import build_model, train_worker
 from tests.moe.parity import default_dtype, share, spawn
 

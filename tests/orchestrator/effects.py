@@ -28,23 +28,22 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from moe import parallel
 from moe.expert_parallel import ExpertParallel
+from orchestrator import estimate
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.weights import signature_of_run
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.costs import computed
 from orchestrator.data.augment.base import at, draw
 from orchestrator.data.batch import Batch
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import fetches_whole_shards, in_process, open_stream
 from orchestrator.errors import UsageError
-from orchestrator.sweeps import estimate
+from orchestrator.packing.pack import Sample, write_shards
+from orchestrator.runs.metrics_file import Metrics
+from orchestrator.runs.run_directory import RunDir, acquire_run_dir
 from orchestrator.training import fit, launch, loop, worker as worker_module
 from orchestrator.training.dry_run import fake_ranks
 from orchestrator.training.loop import evaluate, train_step
-from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.progress import costs
 from orchestrator.training.resources import run_resources
-from orchestrator.training.run_directory import RunDir, acquire_run_dir
 from orchestrator.training.worker import Worker, build_model, train_worker
 from tests.parts import png, poison_memory
 
@@ -132,7 +131,7 @@ def planned(run: RunConfig) -> dict[str, Any]:
     """Costs, memory, traffic and disk, as computed from the config."""
     links = estimate.layout(run, run.ep())
     return {
-        "costs": costs(run, run.train.steps),
+        "costs": computed(run, run.train.steps),
         "memory": dict(links.memory),
         "traffic": {name: tuple(sent.__dict__.values()) for name, sent in links.traffic.items()},
         "disk": (estimate.checkpoint_bytes(run), estimate.checkpoints_kept(run)),
@@ -194,11 +193,6 @@ def cache_of_a_node(run: RunConfig) -> dict[str, Any]:
     with patch("orchestrator.storage.is_local", lambda path: False):
         whole = fetches_whole_shards(run, nodes=1)
     return {"bytes": open_stream(run, "train", 0, 1).data.cache_bytes, "whole": whole}
-
-
-def classes(run: RunConfig) -> tuple[str, ...] | None:
-    """Returns the names of the classes that a model of the run is known to have."""
-    return signature_of_run(run).classes
 
 
 # A worker of a run, and what it leaves.
@@ -361,7 +355,6 @@ RUNS = (
     compiled,
     read,
     cache_of_a_node,
-    classes,
     worker,
     device,
     place,

@@ -6,7 +6,7 @@ from pathlib import Path
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from tests.orchestrator.effects import data_set, trained
-from tests.orchestrator.option_cases import ALL, DECODER, SMALL, TOWERS, Case, Place, router
+from tests.orchestrator.option_cases import ALL, SMALL, Case, Place, router
 
 # augmentations without fields
 PLAIN = {
@@ -28,7 +28,6 @@ def in_files(root: Path) -> dict[str, Place]:
     dense = trained(override(RunConfig(), files | {"name": "dense"}))
     starts = router("soft") | {"train.init_from": dense}
     trunk = trained(override(RunConfig(), files | {"name": "trunk"}))
-    named = {"data.path": data_set(root), "model.num_classes": 10}
     spread = router("soft") | {"scale.workers": 4, "data.batch_size": 16}
     return {
         "RunConfig": Place("", "place", files | {"storage": str(root / "place-a")}, {
@@ -134,11 +133,5 @@ def in_files(root: Path) -> dict[str, Place]:
         }),
         "ViTConfig": Place("model", "read:train read:val", files, {
             "image_size": 16,
-        }),
-        "DecoderConfig": Place("model", "", DECODER | named, {
-            "num_classes": Case(12, "classes"),
-        }),
-        "TwoTowersConfig": Place("model", "", TOWERS | named, {
-            "num_classes": Case(12, "classes"),
         }),
     }  # fmt: skip

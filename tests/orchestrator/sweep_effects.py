@@ -13,16 +13,16 @@ from unittest.mock import patch
 from jobs._sweep_plan import printed_costs
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
+from orchestrator.costs import computed
 from orchestrator.frontier.claims import check_claim
 from orchestrator.frontier.frontier import Frontier
+from orchestrator.runs.metrics_file import Metrics
+from orchestrator.runs.run_directory import Result, RunDir
 from orchestrator.sweeps import driver, run as sweep_run
 from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.sweeps.driver import SweepOptions
 from orchestrator.sweeps.queue import Job, TrialQueue
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.progress import costs
-from orchestrator.training.run_directory import Result, RunDir
 from tests.made_directories import begin, end
 from tests.orchestrator.effects import NUMBERS
 
@@ -79,7 +79,7 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
             asked["events"].append(("ended", job.trial.name))
             width: Any = job.trial.run.model
             part = job.until / job.trial.run.train.steps
-            values = costs(job.trial.run, job.until) | {"cost/device_s": 1.0}
+            values = computed(job.trial.run, job.until) | {"cost/device_s": 1.0}
             metrics = {"val/acc1": part * width.width / 100, "val/acc5": part * 8 / width.width}
             queue.done(job.trial.name, _ended(job, values | metrics))
         asked["judged"] = [(state.name, state.cost, state.reached) for state in queue.states.values()]

@@ -160,7 +160,7 @@ def test_a_group_starts_from_the_default_of_its_field() -> None:
         ),
         (
             {"train.schedule.end_frac": 0.1},
-            "unknown field train.schedule.end_frac; train.schedule has: warmup_steps, cooldown_steps,",
+            "unknown field train.schedule.end_frac; train.schedule has: kind, warmup_steps, cooldown_steps,",
         ),
         ({"train.steps": "1.5"}, "train: steps must be an integer, got '1.5'"),
         ({"train.lr": "fast"}, "train: lr must be a number, got 'fast'"),

@@ -52,17 +52,19 @@ AdafactorConfig: weight_decay >= 0, weight_decay_head >= 0, beta1 >= 0, beta1 <=
     beta2_cap <= 1, min_dim_to_factor >= 1
 AdamWConfig: weight_decay >= 0, weight_decay_head >= 0, beta1 >= 0, beta1 <= 1, beta2 >= 0, beta2 <= 1
 CheckpointConfig: every >= 1, keep_last >= 1, keep_best >= 0, keep_every >= 1
+ColorJitterConfig: strength > 0, strength <= 1
 CosineConfig: warmup_steps >= 0, end_frac >= 0, end_frac <= 1
 DataConfig: batch_size >= 1, lanes >= 1, shuffle_window >= 1, shuffle_run >= 1, eval_crop > 0, eval_crop <= 1,
-    randaugment >= 0, randaugment <= 16, color_jitter >= 0, color_jitter <= 1, random_erasing >= 0,
-    random_erasing <= 1, repeats >= 1, mixup >= 0, cutmix >= 0, max_bad_frac >= 0, max_bad_frac <= 1,
-    cache_gb >= 0
+    repeats >= 1, max_bad_frac >= 0, max_bad_frac <= 1, cache_gb >= 0
 Device: usd_per_hour >= 0, peak_tflops > 0, memory_gib > 0
 ExpertChoiceConfig: capacity_factor > 0, eval_capacity_factor > 0, capacity_multiple_of >= 1, noise_std >= 0
 MixtureConfig: clusters >= 1, temperature > 0, temperature_decay > 0, temperature_decay <= 1,
     temperature_min > 0
 MoEConfig: num_experts >= 1, images_per_group >= 1, expert_dim >= 1, expert_dropout >= 0, expert_dropout < 1
+MixupConfig: alpha > 0
 ParallelConfig: dp_replicate >= 1, overlap_chunks >= 1
+RandAugmentConfig: operations >= 1, operations <= 16, magnitude >= 0, magnitude <= 30
+RandomErasingConfig: fraction > 0, fraction <= 1
 RsqrtConfig: warmup_steps >= 0, cooldown_steps >= 0, timescale >= 1
 SGDConfig: weight_decay >= 0, momentum >= 0
 ScaleConfig: workers >= 1, ep >= 1, workers_per_node >= 1, min_workers >= 1, wait_s >= 1, profile_steps >= 0

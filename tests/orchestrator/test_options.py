@@ -11,12 +11,13 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from moe.codec import dataclasses_of, hints_of
+from moe.codec import dataclasses_of, entries_of, hints_of
 from moe.config import members
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.budget import Budget
 from orchestrator.sweeps.driver import SweepOptions
+from orchestrator.sweeps.queue import RunToCompletion
 from orchestrator.sweeps.search import SearchOptions
 from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trunk
@@ -37,6 +38,11 @@ WITHOUT: dict[Field, tuple[str, str, str]] = {
         "tests/orchestrator/test_plugins.py",
         "test_a_config_names_the_plugins_of_its_parts",
     ),
+    ("TrainConfig", "costs"): (
+        "names costs that a plugin defines",
+        "tests/orchestrator/test_costs.py",
+        "test_a_sweep_counts_an_energy_and_judges_by_it",
+    ),
 }
 
 
@@ -47,7 +53,11 @@ def configs() -> dict[str, type]:
         cls = waiting.pop()
         if cls.__name__ not in found and cls.__module__.split(".")[0] in ("moe", "orchestrator"):
             found[cls.__name__] = cls
-            waiting += [member for hint in hints_of(cls).values() for member in dataclasses_of(hint)]
+            waiting += [
+                member
+                for hint in hints_of(cls).values()
+                for member in (*dataclasses_of(hint), *entries_of(hint))
+            ]
     return found
 
 
@@ -127,7 +137,7 @@ def test_every_field_has_a_case(places: list[tuple[str, Place]], root: Path) -> 
     assert {*FIELDS} - cases - kinds - WITHOUT.keys() == set(), "says no difference that it makes"
     assert cases - {*FIELDS} == set(), "is no field"
     assert cases & WITHOUT.keys() == set()
-    assert {cls for cls, _ in kinds} <= {cls for cls, _ in places}
+    assert {cls for cls, _ in kinds} <= {cls for cls, _ in [*places, *sweep_cases(root)]}
 
 
 def test_an_observation_repeats(places: list[tuple[str, Place]]) -> None:
@@ -204,6 +214,7 @@ def sweep_cases(root: Path) -> dict[Field, list[tuple[str, Pair, Pair]]]:
     space = replace(sweep, arms={}, space=widths)
     paid = SweepOptions(budget=Budget(hours=1.0), flops_per_s=1e4)
     in_usd = replace(paid, budget=Budget(usd=1.0, usd_per_hour=1.0))
+    uneven = replace(sweep, arms=arms_of(48, 8, 32, 16, 40, 24))
     trunk = replace(sweep, trunk=Trunk(at=(4, 8), cooldown=2))
     found: dict[Field, list[tuple[str, Pair, Pair]]] = {}
 
@@ -235,6 +246,15 @@ def sweep_cases(root: Path) -> dict[Field, list[tuple[str, Pair, Pair]]]:
     of_options("flops_per_s", "swept:events", None, paid)
     of_options("labels", "swept:labels", {"team": "a"})
     of_options("trackers", "swept:followed", (TensorBoardConfig(),))
+    for cls, name, value in (
+        ("EarlyStopping", "chance", 0.0),
+        ("EarlyStopping", "loss", 0.5),
+        ("RunToCompletion", "cheapest_first", True),
+    ):
+        by_kind = {"EarlyStopping": EarlyStopping(), "RunToCompletion": RunToCompletion()}
+        was = replace(options, policy=by_kind[cls], max_concurrent=1)
+        now = replace(was, policy=replace(was.policy, **{name: value}))
+        found[cls, name] = [("swept:order", (uneven, was), (uneven, now))]
     for cls, name, value, was in (
         ("Trunk", "at", (2, 8), trunk),
         ("Trunk", "cooldown", 1, trunk),

@@ -8,8 +8,9 @@ import pytest
 
 from orchestrator.config import RunConfig
 from orchestrator.output import UnfailingOutput, redact_uri
-from orchestrator.sweeps.progress import StepLines, SweepProgress
+from orchestrator.sweeps.progress import SweepProgress
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.training.console import StepLines
 
 
 def broken() -> io.TextIOWrapper:

@@ -18,9 +18,9 @@ from orchestrator import RunConfig, load_plugins, override
 from orchestrator.codec import read_config
 from orchestrator.errors import UsageError
 from orchestrator.plugins import error_in, function_of, modules_by_value
+from orchestrator.runs.run_directory import RunDir, acquire_run_dir
 from orchestrator.sweeps.driver import acquire_sweep_dir
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.run_directory import RunDir, acquire_run_dir
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "tests" / "own"

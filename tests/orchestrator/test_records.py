@@ -12,9 +12,9 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.plugins import load_plugins
 from orchestrator.records import Move, at_its_place, read_run
+from orchestrator.runs.run_directory import RunDir, acquire_run_dir
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.run_directory import RunDir, acquire_run_dir
-from orchestrator.training.sweep_directory import SweepDir
 from tests.made_directories import begin_sweep
 from tests.orchestrator.test_plugins import PEAKED
 

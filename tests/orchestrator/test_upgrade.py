@@ -13,10 +13,10 @@ from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.config_file import read_toml, to_toml
 from orchestrator.data.augment import InceptionConfig, MixupConfig, RandAugmentConfig
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_process, open_stream
-from orchestrator.training.run_directory import RunDir, RunRecord
-from orchestrator.training.sweep_directory import SweepDir, SweepRecord
+from orchestrator.packing.pack import Sample, write_shards
+from orchestrator.runs.run_directory import RunDir, RunRecord
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.upgrade import upgraded, upgraded_arm
 from tests.parts import png
 
@@ -128,3 +128,10 @@ def test_a_file_of_fields_of_before_and_of_today(tmp_path: Path) -> None:
     (tmp_path / "table.toml").write_text("[data.augment.mixup]\nalpha = 0.3\n[data.augment.inception]\n")
     found = override(RunConfig(), read_toml(str(tmp_path / "table.toml"), "")).data.augment
     assert found == (InceptionConfig(), MixupConfig(alpha=0.3))
+
+
+def test_a_record_without_the_pixels_of_evaluation_is_of_a_model_that_saw_parts_of_pixels() -> None:
+    old = to_dict(RunConfig())
+    del old["data"]["eval_pixels"]
+    assert read_config(RunConfig, upgraded(old)).data.eval_pixels == "parts"
+    assert "eval_pixels" not in upgraded({"data": {"eval_crop": 1.0}})["data"]

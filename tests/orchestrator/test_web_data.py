@@ -12,14 +12,13 @@ import pytest
 from orchestrator import storage, stores
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data import packing
 from orchestrator.data.cache import CACHE_FOLDER
-from orchestrator.data.external import index_external_shards
 from orchestrator.data.manifest import check_shards, open_manifest
-from orchestrator.data.packing import write_shards
-from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process, open_stream
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source, pack as packing
+from orchestrator.packing.in_place import index_external_shards
+from orchestrator.packing.pack import write_shards
 from tests.orchestrator.data.test_stream import equal
 
 READ_ONLY = "can be read file by file, but neither listed nor written"

@@ -13,8 +13,8 @@ from moe import (
     AS_TRAINED,
     MLP,
     Head,
+    ImageModelConfig,
     Model,
-    ModelConfig,
     MoEConfig,
     MoELayer,
     Output,
@@ -27,7 +27,7 @@ from moe import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvNetConfig(ModelConfig):
+class ConvNetConfig(ImageModelConfig):
     kind: Literal["convnet"] = "convnet"
     image_size: PositiveInt = 8
     num_classes: PositiveInt = 10

@@ -19,6 +19,7 @@ from moe import ViT, routers
 from moe.presets import PRESETS
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
+from orchestrator.costs import known_costs
 from orchestrator.errors import UsageError
 from orchestrator.frontier.published import DRAWABLE
 from orchestrator.sweeps.build import WORST_FIRST
@@ -136,7 +137,7 @@ def check(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for word in words:
             assert f"{word.removeprefix('--')}=" in text
     elif "/" in code:
-        assert code in METRICS
+        assert code in {*METRICS, *known_costs()}
     else:
         assert code in FAMILIES or NAMED[code]()
 

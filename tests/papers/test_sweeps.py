@@ -9,8 +9,8 @@ import torch.distributed as dist
 from moe.cost import train_flops_6mac
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data import packing
 from orchestrator.data.stream import in_process
+from orchestrator.packing import pack as packing
 from orchestrator.sweeps.catalog import SCALES, make_sweep
 from orchestrator.training.fit import decided_by_data
 from orchestrator.training.worker import train_worker

@@ -20,9 +20,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, PERMISSION_DENIED
 
 from orchestrator import storage
+from orchestrator.runs import notice
+from orchestrator.runs.lock import InUse, locked
 from orchestrator.tracking import base
-from orchestrator.training import notice
-from orchestrator.training.lock import InUse, locked
 
 Component = Literal["driver", "trial", "tracker", "storage", "lock", "signal", "clock"]
 WAYS: dict[Component, tuple[str, ...]] = {

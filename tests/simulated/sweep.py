@@ -23,6 +23,13 @@ from orchestrator import storage
 from orchestrator.checkpoint import manager, manifest as manifests
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.runs import notice
+from orchestrator.runs.lock import holder_of
+from orchestrator.runs.measurements import measurements, write_measurement
+from orchestrator.runs.metrics_file import METRICS, MetricsWriter, read_metrics
+from orchestrator.runs.run_directory import RunDir
+from orchestrator.runs.state import directory_state
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps import driver, publish, run as sweep_run
 from orchestrator.sweeps.budget import SAVE_EVERY_S
 from orchestrator.sweeps.driver import SweepOptions
@@ -34,14 +41,8 @@ from orchestrator.tracking.base import unsent
 from orchestrator.tracking.find import KEY, record_of
 from orchestrator.tracking.lost import set_right
 from orchestrator.tracking.sync import MEASURED, REMOVABLE
-from orchestrator.training import fit as fit_file, loop, notice, worker
-from orchestrator.training.lock import holder_of
-from orchestrator.training.measurements import measurements, write_measurement
+from orchestrator.training import fit as fit_file, loop, worker
 from orchestrator.training.metrics import Meter
-from orchestrator.training.metrics_file import METRICS, MetricsWriter, read_metrics
-from orchestrator.training.run_directory import RunDir
-from orchestrator.training.state import directory_state
-from orchestrator.training.sweep_directory import SweepDir
 from tests.made_directories import run_at
 from tests.simulated.machine import Fault, Machine, Requests, TrialKilled
 from tests.simulated.store import EXPERIMENT_ID, MemoryStore, SimulatedTracking

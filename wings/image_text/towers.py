@@ -9,7 +9,7 @@ from moe.codec import to_dict
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.codec import override
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.preflight import check_claims
+from orchestrator.planning.preflight import check_claims
 from orchestrator.sweeps.scales import Changes
 from orchestrator.sweeps.sweep import Sweep
 

@@ -176,7 +176,7 @@ def plan_import(
     except Exception as error:  # a config beside the weights may hold anything
         reason = f"settings that cannot be used: {reason_of(error)}"
         raise UsageError(f"{source}, read as weights of {kind.name}, has {reason}") from None
-    facts = _with_classes(facts, plan.config.num_classes)
+    facts = _with_classes(facts, plan.config.num_outputs())
     if run.model.kind != plan.config.kind:
         raise UsageError(f"weights of {kind.name} are those of a model of kind {plan.config.kind!r}")
     old, new = plan.vit.grid(), vit_of(run.model).grid()

@@ -105,6 +105,6 @@ def draw(members: Members, keys: Sequence[str], size: int) -> NDArray[np.float32
     for i in range(0, len(keys), 2):
         rng = Random(f"mix/{keys[i]}/{keys[i + 1]}")
         # From the last, so that a draw below 0.5 is CutMix where both are given, as in earlier versions.
-        chosen = members[-1 - int(len(members) * rng.random())] if len(members) > 1 else members[-1]
-        draws[i : i + 2] = chosen.mix(size, rng)
+        number = int(len(members) * rng.random()) if len(members) > 1 else 0
+        draws[i : i + 2] = members[-1 - number].mix(size, rng)
     return draws

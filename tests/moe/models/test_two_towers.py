@@ -82,9 +82,9 @@ def test_the_cost_is_that_of_the_operations(config: TwoTowersConfig) -> None:
         counted = _Operations()
         with counted:
             model(ImageText(torch.empty(1, 3, 8, 8), tokens))
-    assert sum(config.macs().values()) == pytest.approx(sum(counted.macs.values()))
+    assert sum(config.costs().macs.values()) == pytest.approx(sum(counted.macs.values()))
     assert num_params(config) == sum(param.numel() for param in config.build().parameters())
-    saved = config.activations().saved
+    saved = config.costs().activations.saved
     assert len(saved) == 1 + len(model.units())
 
 

@@ -67,9 +67,9 @@ def test_groups_of_one_image_are_a_setting(router: RouterConfig):
         assert torch.equal(found[1], model(x, routing_overrides=by_itself).logits)
         torch.testing.assert_close(found[1], alone(x).logits)
         assert torch.equal(model(x[:1], routing_overrides=by_itself).logits, alone(x[:1]).logits)
-    assert model.config.macs(by_itself) == alone.config.macs()
+    assert model.config.costs(by_itself).macs == alone.config.costs().macs
     with pytest.raises(ValueError, match="images_per_group=2 does not divide the model's 3"):
-        model.config.macs(RoutingOverrides(images_per_group=2))
+        model.config.costs(RoutingOverrides(images_per_group=2))
 
 
 def count_rows(model: ViT) -> dict[str, int]:

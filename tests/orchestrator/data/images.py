@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from orchestrator.data.images import BadImage, decode
-from orchestrator.data.packing import encode_for_shard
-from orchestrator.data.samples import Source
+from orchestrator.packing.pack import encode_for_shard
+from orchestrator.packing.samples import Source
 
 RNG = np.random.default_rng(0)
 # A smooth image, about which decoders agree.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.data.formats import BY_NAME, Columns
-from orchestrator.data.sources import open_source
+from orchestrator.data.parquet import BY_NAME, Columns
+from orchestrator.packing import open_source
 from tests.orchestrator.data.images import Taken, everything, pixels
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from orchestrator.data.formats import Columns
-from orchestrator.data.samples import Sample, Source
-from orchestrator.data.sources import open_source
+from orchestrator.data.parquet import Columns
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.samples import Sample, Source
 from tests.orchestrator.data.images import everything, numbered, parquet, samples, tar, write
 
 COUNT = 8

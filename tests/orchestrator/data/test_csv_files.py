@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.samples import Source
-from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.samples import Source
 from tests.orchestrator.data.images import numbered, write
 
 ROWS = [(f"img/{n}.png", "cat" if n % 2 else "dog") for n in range(8)]

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, strategies as st
 
-from orchestrator.data.labels import listed_labels, name_of
-from orchestrator.data.listing import is_hidden
-from orchestrator.data.samples import Source
-from orchestrator.data.sources import open_source
-from orchestrator.data.splits import split_named
+from orchestrator.packing import open_source
+from orchestrator.packing.labels import listed_labels, name_of
+from orchestrator.packing.listing import is_hidden
+from orchestrator.packing.samples import Source
+from orchestrator.packing.splits import split_named
 from tests.orchestrator.data.images import numbered, parquet, tar, write
 
 TEXT = st.text(st.sampled_from("abcXYZ 019.,;|'\"[](){}=&+-_éßЖ猫\u0301\ufeff\t"), min_size=1, max_size=8)

@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator import storage
-from orchestrator.data.external import VAL_FRAC, index_external_shards
-from orchestrator.data.formats import class_names
 from orchestrator.data.index import sample_ids
 from orchestrator.data.manifest import check_shards, open_manifest
+from orchestrator.data.parquet import class_names
 from orchestrator.data.shards import DataSet
-from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.in_place import VAL_FRAC, index_external_shards
 from tests.orchestrator.data.images import numbered, parquet, samples, tar
 
 

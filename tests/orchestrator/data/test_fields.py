@@ -9,16 +9,16 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data import packing
 from orchestrator.data.batch import Batch, concatenated
 from orchestrator.data.fields import BytesField
 from orchestrator.data.images import encode_png
 from orchestrator.data.index import RECORD, record_type
 from orchestrator.data.manifest import check_shards, open_manifest
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_process, open_stream
 from orchestrator.errors import UsageError
-from orchestrator.training.run_directory import RunDir
+from orchestrator.packing import pack as packing
+from orchestrator.packing.pack import Sample, write_shards
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 
 ROWS = 40

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
 from tests.orchestrator.data.images import PNG, write
 
 PETS = {f"{c}/{n}.png": PNG for c in ("cat", "dog") for n in range(4)}

@@ -19,12 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator import storage
-from orchestrator.data.formats import BY_NAME, ImageColumn, index_file, unpacked_images
 from orchestrator.data.manifest import Shard
-from orchestrator.data.packing import Sample, write_shards
-from orchestrator.data.sources import open_source, read_places
-from orchestrator.data.tars import TAR_IMAGES, Forward
+from orchestrator.data.parquet import BY_NAME, ImageColumn, unpacked_images
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.in_place import index_file
+from orchestrator.packing.pack import Sample, write_shards
+from orchestrator.packing.parquet import read_places
+from orchestrator.packing.tars import TAR_IMAGES, Forward
 from tests.orchestrator.data.images import parquet, samples, tar
 
 BYTES = [b"a", b"bb", b"ccc"]
@@ -422,7 +424,9 @@ def test_a_large_row_group_takes_little_memory(
     """pandas writes a million rows into a group; they are never in memory together."""
     images = [bytes(100_000 + n) for n in range(400)]
     columns = {"image": images, "label": [n % 2 for n in range(400)]}
-    path = str(parquet(tmp_path / "x", columns, compression=compression, use_dictionary=False, **ONE_GROUP))
+    path = str(
+        parquet(tmp_path / "x.parquet", columns, compression=compression, use_dictionary=False, **ONE_GROUP)
+    )
     largest = [0]
     read_at = Forward.read_at
 

@@ -16,13 +16,16 @@ import torch
 from orchestrator import storage
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data import packing
 from orchestrator.data.batch import Batch
-from orchestrator.data.external import index_external_shards
-from orchestrator.data.formats import class_names, index_file
 from orchestrator.data.images import encode_png
 from orchestrator.data.index import RECORD, record_type, records_of, sample_ids
-from orchestrator.data.labels import (
+from orchestrator.data.manifest import Manifest, check_shards, open_manifest
+from orchestrator.data.parquet import class_names
+from orchestrator.data.stream import Split, in_order, in_process, open_stream
+from orchestrator.errors import UsageError
+from orchestrator.packing import open_source, pack as packing
+from orchestrator.packing.in_place import index_external_shards, index_file
+from orchestrator.packing.labels import (
     MAX_LABELS,
     Labels,
     class_numbers,
@@ -30,11 +33,7 @@ from orchestrator.data.labels import (
     notes_on_classes,
     read_labels,
 )
-from orchestrator.data.manifest import Manifest, check_shards, open_manifest
-from orchestrator.data.packing import Sample, pack, write_shards
-from orchestrator.data.sources import open_source
-from orchestrator.data.stream import Split, in_order, in_process, open_stream
-from orchestrator.errors import UsageError
+from orchestrator.packing.pack import Sample, pack, write_shards
 from tests.orchestrator.data.images import numbered, parquet, tar
 
 SETS = [[2, 0], [1], [0, 2, 0, 1], [], [1, 1], [0, 1]]  # as files list them

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.data.manifest import Manifest, check_shards, locate, open_manifest, save_manifest
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
+from orchestrator.packing.pack import Sample, write_shards
 from tests.orchestrator.buckets import Bucket
 
 Pack = Callable[..., tuple[str, Manifest]]

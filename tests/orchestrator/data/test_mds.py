@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator import storage
-from orchestrator.data.formats import Columns
-from orchestrator.data.record_shards import decompress
-from orchestrator.data.sources import open_source
+from orchestrator.data.parquet import Columns
 from orchestrator.data.text import TEXT
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.record_shards import decompress
 from tests.orchestrator.data.images import everything
 from tests.orchestrator.data.record_sets import ROWS, WORDS, check_pixels, extracted, images, in_order
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.data.offsets import image_places
+from orchestrator.packing.offsets import image_places
 from tests.orchestrator.data.images import parquet
 
 # Values that repeat, hold each other, look like lengths, and are empty.

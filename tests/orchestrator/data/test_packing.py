@@ -11,12 +11,11 @@ import pytest
 
 from jobs.pack_shards import on_cluster
 from orchestrator import storage
-from orchestrator.data import packing
-from orchestrator.data.external import index_external_shards
 from orchestrator.data.manifest import Manifest, open_manifest
-from orchestrator.data.packing import Sample, check_free, digits, pack, write_shards
-from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source, pack as packing
+from orchestrator.packing.in_place import index_external_shards
+from orchestrator.packing.pack import Sample, check_free, digits, pack, write_shards
 from tests.orchestrator.data.images import JPEG, PNG, files, numbered, parquet, samples, tar, write
 from tests.parts import start_ray
 

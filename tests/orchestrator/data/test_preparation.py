@@ -14,10 +14,10 @@ from orchestrator.checkpoint.models import read_model
 from orchestrator.checkpoint.weights import export
 from orchestrator.data.images import BadImage, Picture, decode
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.packing import pack
 from orchestrator.data.preparation import Preparation
-from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.pack import pack
 from tests.orchestrator.checkpoint.test_weights import DENSE, save_trained
 from tests.orchestrator.data.images import encoded, exif, write
 

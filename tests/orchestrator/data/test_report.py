@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from orchestrator.data.packing import pack, write_shards
-from orchestrator.data.report import PackingReport
-from orchestrator.data.samples import Sample, Source
-from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.pack import pack, write_shards
+from orchestrator.packing.report import PackingReport
+from orchestrator.packing.samples import Sample, Source
 from tests.orchestrator.data.images import ALPHA, PNG, WORDS, encoded, numbered, write
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from orchestrator.data.index import sample_ids
-from orchestrator.data.samples import Part, Table, choose_validation, warn_if_sorted
 from orchestrator.errors import UsageError
+from orchestrator.packing.samples import Part, Table, choose_validation, warn_if_sorted
 
 
 def chosen(keys: Sequence[str], labels: Sequence[int], val_frac: float) -> set[str]:

@@ -19,10 +19,10 @@ from orchestrator.data.cache import CACHE_FOLDER, TOTAL, cached
 from orchestrator.data.images import BadImage
 from orchestrator.data.index import RECORD, IndexedShard, records_of, sample_ids, write_index
 from orchestrator.data.manifest import Manifest, Shard, open_manifest
-from orchestrator.data.packing import Encoded, pack_shard, write_shards
-from orchestrator.data.samples import Sample
 from orchestrator.data.shards import DataSet, fetch_whole
 from orchestrator.errors import UsageError
+from orchestrator.packing.pack import Encoded, pack_shard, write_shards
+from orchestrator.packing.samples import Sample
 from tests.orchestrator.buckets import Bucket
 from tests.orchestrator.data.images import parquet as write_parquet
 

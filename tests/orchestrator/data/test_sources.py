@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 
 from orchestrator import storage
-from orchestrator.data.formats import Columns
 from orchestrator.data.images import decode
 from orchestrator.data.index import sample_ids
-from orchestrator.data.sources import open_source
+from orchestrator.data.parquet import Columns
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
 from tests.orchestrator.data.images import (
     IMAGES,
     JPEG,
@@ -196,7 +196,7 @@ def test_folders_that_cannot_be_packed(files: list[str], message: str, tmp_path:
     [
         (
             "imagenet",
-            "unknown source 'imagenet'; known: digits, digits-captions, cluttered-digits, folder:PATH",
+            "unknown source 'imagenet'; known: cluttered-digits, csv:PATH, digits,",
         ),
         ("folder:", "unknown source 'folder:'"),
         ("folder:/not/there", "no folder /not/there"),
@@ -216,8 +216,8 @@ def test_folders_that_cannot_be_packed(files: list[str], message: str, tmp_path:
 def test_unknown_sources(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         open_source(name, root="/not/there")
-    with pytest.raises(UsageError, match=r"`val_frac` nan: must lie between 0 and 1"):
-        open_source(name, val_frac=float("nan"))
+    with pytest.raises(UsageError, match=r"`val_frac` must be finite, got nan"):
+        open_source("digits", val_frac=float("nan"))
 
 
 def test_files_that_are_still_packed_are_named(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.formats import Columns
-from orchestrator.data.sources import open_source
-from orchestrator.data.splits import split_named, splits_in, splits_of
+from orchestrator.data.parquet import Columns
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.splits import split_named, splits_in, splits_of
 from tests.orchestrator.data.images import everything, numbered, parquet, tar, write
 
 WORDS = {

@@ -16,10 +16,10 @@ from orchestrator.data import stream as streams
 from orchestrator.data.batch import Batch, concatenated
 from orchestrator.data.index import sample_ids
 from orchestrator.data.manifest import Manifest
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.read_plan import ReadPlan
 from orchestrator.data.stream import BATCHES_AHEAD, Split, Stream, in_process, open_stream, prefetched
 from orchestrator.errors import UsageError
+from orchestrator.packing.pack import Sample, write_shards
 from tests.orchestrator.training.batches import make_batch
 from tests.parts import png
 

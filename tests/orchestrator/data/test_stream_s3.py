@@ -11,13 +11,12 @@ import pytest
 from orchestrator import stores
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data import packing
 from orchestrator.data.batch import Batch
 from orchestrator.data.cache import CACHE_FOLDER
 from orchestrator.data.images import encode_png
-from orchestrator.data.packing import Sample, write_shards
-from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process, open_stream
+from orchestrator.packing import open_source, pack as packing
+from orchestrator.packing.pack import Sample, write_shards
 from tests.orchestrator.buckets import Bucket
 from tests.orchestrator.data.test_stream import equal
 from tests.orchestrator.faulty_proxy import Kind

@@ -15,8 +15,6 @@ from orchestrator.config import RunConfig
 from orchestrator.data.batch import concatenated
 from orchestrator.data.images import BadImage
 from orchestrator.data.manifest import check_shards, open_manifest
-from orchestrator.data.packing import digits, write_shards
-from orchestrator.data.samples import Sample
 from orchestrator.data.stream import in_process, open_stream
 from orchestrator.data.text import (
     ABSENT,
@@ -28,6 +26,8 @@ from orchestrator.data.text import (
     tokenizer_of,
 )
 from orchestrator.errors import UsageError
+from orchestrator.packing.pack import digits, write_shards
+from orchestrator.packing.samples import Sample
 from tests.orchestrator.data.images import numbered
 
 FIELD = TextField(tokenizer=WordsConfig(vocabulary="cat\na\ndog"), length=3, captions=2)

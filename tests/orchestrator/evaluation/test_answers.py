@@ -15,7 +15,8 @@ from torch import Tensor
 from orchestrator.data.batch import Batch
 from orchestrator.evaluation import answers
 from orchestrator.evaluation.answers import AnswerFigures, KeptAnswers, average_precision, best_temperature
-from orchestrator.tasks import ClassificationConfig, NextTokenConfig
+from orchestrator.tasks import ClassificationConfig
+from wings.language.next_token import NextTokenConfig
 
 IMAGES, CLASSES = 203, 6
 

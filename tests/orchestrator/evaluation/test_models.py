@@ -19,10 +19,10 @@ from orchestrator.checkpoint.weights import read_metadata, write_file
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import find_models, load_model
 from orchestrator.evaluation.soup import write_soup
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.tracking.registry import register
 from orchestrator.tracking.store import Tracking
-from orchestrator.training.run_directory import RunDir
 from tests.mlflow_reader import find_sweep, newest_of
 from tests.trained_sweep import open_store
 

@@ -11,10 +11,10 @@ from orchestrator.checkpoint.manifest import MANIFEST, folder_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.runs.run_directory import Result, RunDir
 from orchestrator.sweeps.budget import Budget, BudgetTracker, load_prices
 from orchestrator.sweeps.queue import Job, RunToCompletion, TrialQueue, TrialState, new_trial_state
 from orchestrator.sweeps.sweep import Trial
-from orchestrator.training.run_directory import Result, RunDir
 
 PRICES = str(Path(__file__).parents[3] / "jobs" / "prices.yaml")
 

@@ -13,12 +13,12 @@ from moe.cost import train_flops_6mac
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.frontier.figure import TIMES
+from orchestrator.runs.sweep_directory import SUMMARY, SweepDir
 from orchestrator.sweeps.build import judged_runs, sweep_frontier
 from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.store import open_tracking
 from orchestrator.tracking.sync import Sync
-from orchestrator.training.sweep_directory import SUMMARY, SweepDir
 from tests.made_directories import (
     begin,
     change_record,

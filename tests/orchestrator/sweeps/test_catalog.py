@@ -10,8 +10,8 @@ from moe.cost import num_expert_params, slots_per_token, train_flops_6mac
 from moe.presets import PRESETS
 from orchestrator.codec import flat, to_dict
 from orchestrator.errors import UsageError
+from orchestrator.planning.preflight import check_claims
 from orchestrator.sweeps.catalog import SCALES, SWEEPS, make_sweep
-from orchestrator.sweeps.preflight import check_claims
 from tests.lanes import mostly_smoke
 
 

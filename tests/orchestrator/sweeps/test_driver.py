@@ -21,11 +21,13 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
 from orchestrator.frontier.frontier import Frontier
+from orchestrator.planning.preflight import check_sweep, unfit
+from orchestrator.runs.run_directory import Result, RunDir
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps import driver
 from orchestrator.sweeps.arms import families_space
 from orchestrator.sweeps.budget import Budget, BudgetTracker
-from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep, train
-from orchestrator.sweeps.preflight import check_sweep, unfit
+from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep
 from orchestrator.sweeps.progress import ended_line
 from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion
 from orchestrator.sweeps.run import SweepRun, Watch
@@ -35,8 +37,7 @@ from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.training.cluster import connect
 from orchestrator.training.fit import fit
-from orchestrator.training.run_directory import Result, RunDir
-from orchestrator.training.sweep_directory import SweepDir
+from orchestrator.training.train import train
 from tests.made_directories import end_sweep, run_at
 from tests.mlflow_reader import children, newest_of
 

@@ -15,6 +15,7 @@ from ray.util.placement_group import remove_placement_group
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.driver import run_sweep
 from orchestrator.sweeps.engine import NewTrials, _reserved
@@ -23,7 +24,6 @@ from orchestrator.sweeps.run import SweepRun, Watch
 from orchestrator.sweeps.scheduler import FrontierScheduler
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.resources import run_resources
-from orchestrator.training.run_directory import Result
 from tests.made_directories import begin_sweep
 from tests.parts import start_ray
 

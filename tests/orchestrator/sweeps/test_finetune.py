@@ -17,6 +17,7 @@ from orchestrator.config import RunConfig
 from orchestrator.data.augment import InceptionConfig
 from orchestrator.data.stream import in_order, in_process
 from orchestrator.errors import UsageError
+from orchestrator.runs.run_directory import Result, RunDir
 from orchestrator.sweeps.finetune import (
     SIZES,
     failures,
@@ -28,7 +29,6 @@ from orchestrator.sweeps.finetune import (
 )
 from orchestrator.sweeps.suite import SuiteRow
 from orchestrator.training.fewshot import augmented
-from orchestrator.training.run_directory import Result, RunDir
 from orchestrator.training.worker import train_worker
 
 SMALL = {"model.width": 16, "model.mlp_dim": 32, "model.moe.num_experts": 4, "train.steps": 2}

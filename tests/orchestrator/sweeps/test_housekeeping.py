@@ -1,8 +1,7 @@
 """What belongs to a run or a sweep is removed with it, whatever fails; what has no owner is found."""
 
-import os
+import json
 import random
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -10,11 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import storage
+from orchestrator import storage, stores
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import as_shown
+from orchestrator.runs import lock as lock_file, metrics_file, notice
+from orchestrator.runs.lock import holder_of, locked, move_aside
+from orchestrator.runs.measurements import made_by
+from orchestrator.runs.run_directory import RunDir, write_json
+from orchestrator.runs.state import directory_state
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps import housekeeping
-from orchestrator.sweeps.driver import working_in
 from orchestrator.sweeps.housekeeping import OLD, ownerless, remove_everywhere, stop, take
 from orchestrator.sweeps.overview import Entry, entries
 from orchestrator.sweeps.publish import publish
@@ -24,14 +28,9 @@ from orchestrator.tracking.registry import model_name
 from orchestrator.tracking.removal import registered
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import Sync
-from orchestrator.training import notice
-from orchestrator.training.lock import holder_of, locked, move_aside
-from orchestrator.training.measurements import made_by
-from orchestrator.training.run_directory import RunDir, write_json
-from orchestrator.training.state import directory_state
-from orchestrator.training.sweep_directory import SweepDir
+from orchestrator.training.train import working_in
 from tests.made_directories import begin, begin_sweep, end, end_sweep, report, run_at
-from tests.orchestrator.training.test_state import killed_in
+from tests.orchestrator.buckets import Bucket
 
 ACCURACIES = {"a": 0.5, "b": 0.7, "c": 0.6}
 
@@ -42,7 +41,27 @@ def one_store(empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempP
     return open_tracking(empty_store(folder), artifacts=f"{folder}/artifacts")
 
 
-def made_sweep(root: Path, name: str, store: Tracking) -> str:
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an object storage a process counts as killed, and a request is seen, after a second."""
+    monkeypatch.setattr(lock_file, "LEASE_S", 1.0)
+    monkeypatch.setattr(metrics_file, "S3_POLL_S", 0.2)
+
+
+def killed_in(directory: str) -> None:
+    """Leaves the lock of a process that was killed on a machine that is gone."""
+    lock = json.dumps({"holder": "h", "host": "gone", "pid": 7}).encode()
+    storage.write_bytes(f"{directory}/lock", lock)
+    while (holder := holder_of(directory)) and holder.lives:
+        time.sleep(0.1)
+
+
+def copied(place: str, target: str) -> None:
+    for name in storage.files(place):
+        storage.write_bytes(f"{target}/{name}", storage.read_bytes(f"{place}/{name}"))
+
+
+def made_sweep(root: str, name: str, store: Tracking) -> str:
     """A finished sweep with checkpoints, of which a is cheapest and best and c is dominated, in MLflow."""
     sweep = Sweep(base=run_at(root, name), arms={arm: {} for arm in ACCURACIES})
     directory = end_sweep(sweep, {**ACCURACIES}, labels=made_by())
@@ -69,7 +88,7 @@ def made_sweep(root: Path, name: str, store: Tracking) -> str:
     return directory
 
 
-def shown(store: Tracking, root: Path) -> tuple[set[str], set[str]]:
+def shown(store: Tracking, root: str) -> tuple[set[str], set[str]]:
     """Directories of the runs in MLflow, and the names of the registered models."""
     runs = store.client.search_runs([store.experiment_id])
     places = {run.data.tags["directory"] for run in runs}
@@ -77,32 +96,32 @@ def shown(store: Tracking, root: Path) -> tuple[set[str], set[str]]:
     return below, {model.name for model in registered(store)}
 
 
-def named(root: Path, name: str) -> Entry:
-    (found,) = [entry for entry in entries(str(root)) if entry.name == name]
+def named(root: str, name: str) -> Entry:
+    (found,) = [entry for entry in entries(root) if entry.name == name]
     return found
 
 
-def test_a_storage_is_listed(tmp_path: Path, one_store: Tracking) -> None:
-    directory = made_sweep(tmp_path, "listed", one_store)
+def test_a_storage_is_listed(root: str, one_store: Tracking) -> None:
+    directory = made_sweep(root, "listed", one_store)
     running = [{"device_s": 60.0, "usd": 0.5, "pace": []}]
     write_json(SweepDir(directory).spent, {"device_s": 7200.0, "usd": 3.0, "jobs": [], "running": running})
-    lost = run_at(tmp_path, "lost")
+    lost = run_at(root, "lost")
     killed_in(begin(lost))
-    half = Sweep(base=run_at(tmp_path, "half"), arms={arm: {} for arm in ACCURACIES}, seeds=(0, 1))
+    half = Sweep(base=run_at(root, "half"), arms={arm: {} for arm in ACCURACIES}, seeds=(0, 1))
     end_sweep(half, {"a-seed0": 0.1, "a-seed1": 0.2, "b-seed0": 0.4}, status="interrupted")
-    storage.write_bytes(f"{tmp_path}/broken/sweep.json", b"{")
-    storage.write_bytes(f"{tmp_path}/data/config.json", b"{}")  # a reserved name
-    storage.write_bytes(f"{tmp_path}/notes.txt", b"of the user")
-    assert [entry.name for entry in entries(str(tmp_path))] == ["broken", "lost", "half", "listed"]
-    found = named(tmp_path, "listed")
+    storage.write_bytes(f"{root}/broken/sweep.json", b"{")
+    storage.write_bytes(f"{root}/data/config.json", b"{}")  # a reserved name
+    storage.write_bytes(f"{root}/notes.txt", b"of the user")
+    assert [entry.name for entry in entries(root)] == ["broken", "lost", "half", "listed"]
+    found = named(root, "listed")
     assert (found.state, found.arms_done, found.arms) == ("finished", 3, 3)
     assert (found.front, found.knee, found.quality_name, found.quality) == (1, "b", "val/acc1", 0.7)
     assert (found.device_s, found.usd) == (7260.0, 3.5)
     assert {"mlflow.user": found.user, "host": found.host} == made_by()
-    files = (path for path in Path(directory).rglob("*") if path.is_file())
-    assert found.size == sum(path.stat().st_size for path in files) > 3000
-    assert (named(tmp_path, "lost").state, named(tmp_path, "broken").state) == ("lost", "unreadable")
-    found = named(tmp_path, "half")
+    sizes = (storage.size(f"{directory}/{name}") for name in storage.files(directory))
+    assert found.size == sum(size or 0 for size in sizes) > 3000
+    assert (named(root, "lost").state, named(root, "broken").state) == ("lost", "unreadable")
+    found = named(root, "half")
     assert (found.state, found.arms_done, found.arms, found.quality) == ("stopped", 1, 3, 0.4)
 
 
@@ -111,16 +130,16 @@ def test_a_run_is_listed_by_the_quality_of_its_task(tmp_path: Path) -> None:
     texts = run_at(tmp_path, "texts", task__kind="next_token", model__kind="decoder")
     begin(texts)
     end(texts, 3, **{texts.task.quality.replace("/", "__"): -0.5}, val__acc1=0.25)
-    found = named(tmp_path, "texts")
+    found = named(str(tmp_path), "texts")
     assert (found.quality_name, found.quality) == as_shown(texts.task.quality, -0.5)
     config = Path(tmp_path, "texts", "config.json")
     config.write_text(config.read_text().replace('"next_token"', '"of_a_plugin"'))
-    found = named(tmp_path, "texts")
+    found = named(str(tmp_path), "texts")
     assert (found.state, found.quality_name, found.quality) == ("finished", "", None)
 
 
 def test_no_file_is_read_twice(tmp_path: Path, one_store: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_sweep(tmp_path, "once", one_store)
+    made_sweep(str(tmp_path), "once", one_store)
     end(run_at(tmp_path, "alone"), 3, val__acc1=0.5)
     SweepDir(f"{tmp_path}/once").write_summary({})
     seen, read = list[str](), storage.read_bytes
@@ -130,49 +149,62 @@ def test_no_file_is_read_twice(tmp_path: Path, one_store: Tracking, monkeypatch:
 
 
 def test_mlflow_shows_who_made_a_sweep_and_its_trials(tmp_path: Path, one_store: Tracking) -> None:
-    directory = made_sweep(tmp_path, "owned", one_store)
+    directory = made_sweep(str(tmp_path), "owned", one_store)
     runs = one_store.client.search_runs([one_store.experiment_id], max_results=1000)
     ours = [run.data.tags for run in runs if run.data.tags["directory"].startswith(directory)]
     assert len(ours) == 4
     assert all(made_by().items() <= tags.items() for tags in ours)
 
 
-def test_a_sweep_is_removed_from_everywhere(tmp_path: Path, one_store: Tracking) -> None:
-    gone, kept = made_sweep(tmp_path, "gone", one_store), made_sweep(tmp_path, "kept", one_store)
-    before = shown(one_store, tmp_path)
-    steps = remove_everywhere(str(tmp_path), "gone", one_store, dry_run=True)
-    assert [("gone" in step.what or "4 runs" in step.what) for step in steps] == [True, True]
+def test_a_sweep_is_removed_from_everywhere(root: str, one_store: Tracking) -> None:
+    gone, kept = made_sweep(root, "gone", one_store), made_sweep(root, "kept", one_store)
+    before, there = shown(one_store, root), storage.files(root)
+    steps = remove_everywhere(root, "gone", one_store, dry_run=True)
     assert "the registered model gone with its aliases and 4 runs in MLflow" in steps[0].what
-    assert shown(one_store, tmp_path) == before
+    assert steps[1].what.startswith(gone)
+    assert (shown(one_store, root), storage.files(root)) == (before, there)
     artifacts = [
         Path(run.info.artifact_uri.removeprefix("file://"))
         for run in one_store.client.search_runs([one_store.experiment_id])
         if run.data.tags["directory"].startswith(gone)
     ]
-    assert remove_everywhere(str(tmp_path), "gone", one_store)[-1].size >= steps[-1].size > 3000
-    assert not Path(gone).exists()
-    assert Path(kept).exists()
+    assert remove_everywhere(root, "gone", one_store)[-1].size >= steps[-1].size > 3000
+    assert storage.names(root) == ["kept"]
+    assert {f"kept/{name}" for name in storage.files(kept)} == {n for n in there if n.startswith("kept/")}
     assert not any(path.exists() for path in artifacts)
-    runs, models = shown(one_store, tmp_path)
+    runs, models = shown(one_store, root)
     assert runs == {"kept", *(f"kept/trials/{arm}" for arm in ACCURACIES)}
     assert ("gone" in models, "kept" in models) == (False, True)
     with pytest.raises(UsageError, match=r"no run or sweep in .*gone, and MLflow has none"):
-        remove_everywhere(str(tmp_path), "gone", one_store)
+        remove_everywhere(root, "gone", one_store)
 
 
-def test_one_that_runs_is_refused(tmp_path: Path, one_store: Tracking) -> None:
-    directory = begin(run_at(tmp_path, "busy"))
+def test_uploads_that_were_never_completed_go_with_their_sweep(bucket: Bucket, one_store: Tracking) -> None:
+    for name in ("cut", "other"):
+        begin(run_at(bucket.uri("runs"), name))
+        key = f"runs/{name}/checkpoints/step-00000003/model.pt"
+        stores.s3().create_multipart_upload(Bucket=bucket.name, Key=key)
+    remove_everywhere(bucket.uri("runs"), "cut", one_store)
+    assert bucket.uploads() == ["runs/other/checkpoints/step-00000003/model.pt"]
+
+
+def test_one_that_runs_is_refused(root: str, one_store: Tracking) -> None:
+    directory = begin(run_at(root, "busy"))
     with locked(directory), pytest.raises(UsageError, match=r"a process works in .*stop it first"):
-        remove_everywhere(str(tmp_path), "busy", one_store)
-    assert Path(directory, "config.json").exists()
+        remove_everywhere(root, "busy", one_store)
+    assert RunDir(directory).record()
 
 
-@pytest.mark.parametrize("fails_at", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize(
+    ("root", "fails_at"),
+    [("local", 0), ("local", 1), ("local", 3), ("local", 6), ("s3", 4), ("s3", 6), ("s3", 8)],
+    indirect=["root"],
+)
 def test_after_a_failure_anywhere_the_same_call_finishes(
-    fails_at: int, tmp_path: Path, one_store: Tracking, monkeypatch: pytest.MonkeyPatch
+    fails_at: int, root: str, one_store: Tracking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"failing{fails_at}"
-    made_sweep(tmp_path, name, one_store)
+    made_sweep(root, name, one_store)
     calls = 0
 
     def failing(real: Callable[..., object]) -> Callable[..., object]:
@@ -191,20 +223,20 @@ def test_after_a_failure_anywhere_the_same_call_finishes(
             patch.setattr(client, what, failing(getattr(client, what)))
         patch.setattr(storage, "delete", failing(storage.delete))
         with pytest.raises((OSError, UsageError), match="killed"):
-            remove_everywhere(str(tmp_path), name, one_store)
-    remove_everywhere(str(tmp_path), name, one_store)
-    assert shown(one_store, tmp_path)[0] == set()
-    assert name not in shown(one_store, tmp_path)[1]
-    assert not Path(tmp_path, name).exists()
+            remove_everywhere(root, name, one_store)
+    remove_everywhere(root, name, one_store)
+    assert shown(one_store, root)[0] == set()
+    assert name not in shown(one_store, root)[1]
+    assert storage.names(root) == []
 
 
-def test_the_frontier_is_kept(tmp_path: Path, one_store: Tracking) -> None:
-    directory = made_sweep(tmp_path, "thinned", one_store)
+def test_the_frontier_is_kept(root: str, one_store: Tracking) -> None:
+    directory = made_sweep(root, "thinned", one_store)
     name = model_name("thinned")
     for _ in range(2):  # the second time there is nothing to do
-        steps = remove_everywhere(str(tmp_path), "thinned", one_store, keep_frontier=True)
+        steps = remove_everywhere(root, "thinned", one_store, keep_frontier=True)
     assert steps == []
-    assert [Path(directory, "trials", arm, "checkpoints").exists() for arm in "abc"] == [False, True, False]
+    assert [arm for arm in "abc" if storage.files(f"{directory}/trials/{arm}/checkpoints")] == ["b"]
     results = [RunDir(f"{directory}/trials/{arm}").result() for arm in "abc"]
     assert [(r.checkpoint != "", r.metrics["val/acc1"]) for r in results if r] == [
         (False, 0.5),
@@ -230,85 +262,93 @@ def test_only_a_sweep_that_is_over_has_a_frontier_to_keep(tmp_path: Path, one_st
         remove_everywhere(str(tmp_path), "open", one_store, keep_frontier=True)
 
 
-def test_a_copy_is_removed_alone(tmp_path: Path, one_store: Tracking) -> None:
-    made_sweep(tmp_path, "original", one_store)
-    before = shown(one_store, tmp_path)
-    shutil.copytree(tmp_path / "original", tmp_path / "copy")
-    remove_everywhere(str(tmp_path), "copy", one_store)
-    assert not (tmp_path / "copy").exists()
-    assert shown(one_store, tmp_path) == before
+def test_a_copy_is_removed_alone(root: str, one_store: Tracking) -> None:
+    made_sweep(root, "original", one_store)
+    before = shown(one_store, root)
+    copied(f"{root}/original", f"{root}/copy")
+    remove_everywhere(root, "copy", one_store)
+    assert storage.names(root) == ["original"]
+    assert shown(one_store, root) == before
 
 
-def test_what_has_no_owner_is_found(
-    tmp_path: Path, one_store: Tracking, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = str(tmp_path)
-    shutil.rmtree(made_sweep(tmp_path, "by-hand", one_store))
-    shutil.rmtree(f"{made_sweep(tmp_path, 'partly', one_store)}/trials/c")
-    move_aside(made_sweep(tmp_path, "fresh", one_store))
+def test_what_has_no_owner_is_found(root: str, one_store: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.delete(made_sweep(root, "by-hand", one_store))
+    storage.delete(f"{made_sweep(root, 'partly', one_store)}/trials/c")
     killed_in(f"{root}/nothing")
     storage.write_bytes(f"{root}/evaluation/workers-1/config.json", b"{}")
     storage.write_bytes(f"{root}/imports/used-1/config.json", b"{}")
     storage.write_bytes(f"{root}/imports/unused-1/config.json", b"{}")
-    begin(run_at(tmp_path, "user", train__init_from=f"{root}/imports/used-1"))
+    begin(run_at(root, "user", train__init_from=f"{root}/imports/used-1"))
     storage.write_bytes(f"{root}/user/result.json.{'0' * 32}.tmp", b"{")
     storage.write_bytes(f"{root}/mine/notes.txt", b"of the user")
-    monkeypatch.setattr(housekeeping, "UNUSED_S", -1.0)
-    steps = ownerless(root, one_store)
-    said = "\n".join(sorted(step.what for step in steps))
-    for what in (
+    expected = [
         "by-hand, which is gone",
         "trials/c, which is gone",
-        "fresh.old-1, moved aside",
         "nothing: a lock of nothing",
         "evaluation/workers-1: a cache",
         "imports/unused-1: named by no run",
         "tmp: half written",
-    ):
-        assert what in said, said
-    assert len(steps) == 7
+    ]
+    if storage.is_local(root):  # elsewhere nothing is moved aside
+        move_aside(made_sweep(root, "fresh", one_store))
+        expected.append("fresh.old-1, moved aside")
+    monkeypatch.setattr(housekeeping, "UNUSED_S", -2.0)
+    steps = ownerless(root, one_store)
+    said = "\n".join(sorted(step.what for step in steps))
+    assert [what for what in expected if what not in said] == [], said
+    assert len(steps) == len(expected)
     take(steps)
     assert ownerless(root, one_store) == []
-    assert sorted(os.listdir(root)) == ["evaluation", "imports", "mine", "partly", "user"]
-    assert os.listdir(f"{root}/imports") == ["used-1"]
-    runs, models = shown(one_store, tmp_path)
+    left = [name for name in storage.names(root) if storage.files(f"{root}/{name}")]
+    assert left == ["imports", "mine", "partly", "user"]
+    assert storage.names(f"{root}/imports") == ["used-1"]
+    runs, models = shown(one_store, root)
     assert runs == {"partly", "partly/trials/a", "partly/trials/b"}
     assert {"by-hand", "fresh"} & models == set()
 
 
-def test_a_request_in_the_directory_is_a_notice(tmp_path: Path, one_store: Tracking) -> None:
+def test_a_request_in_the_directory_is_a_notice(root: str, one_store: Tracking) -> None:
     """Of whatever trains there, and for that alone: the same process may train again."""
-    directory = begin(run_at(tmp_path, "asked"))
-    RunDir(directory).ask_to_stop(for_good=True)  # of an earlier command
+    directory = begin(run_at(root, "asked"))
+    own = RunDir(directory)
+    own.ask_to_stop(for_good=True)  # of an earlier command
     found = list[str]()
     asks = threading.Thread(target=lambda: found.append(stop(directory)))
     with working_in(directory, "auto", one_store), notice.saving():
-        assert not Path(directory, "stop").exists()
+        assert storage.size(own.stop) is None
         asks.start()
         while not notice.given():
             time.sleep(0.01)
     asks.join()
     assert found == ["stopped"]
     assert not notice.given()
-    assert not Path(directory, "stop").exists()
+    assert storage.size(own.stop) is None
     assert stop(directory) == "stopped"
     with pytest.raises(UsageError, match="no run or sweep"):
-        stop(f"{tmp_path}/other")
+        stop(f"{root}/other")
 
 
-@pytest.mark.parametrize(("seed", "steps"), [(1, 50), pytest.param(2, 200, marks=pytest.mark.smoke)])
+@pytest.mark.parametrize(
+    ("root", "seed", "steps"),
+    [
+        ("local", 1, 50),
+        pytest.param("local", 2, 200, marks=pytest.mark.smoke),
+        pytest.param("s3", 3, 60, marks=pytest.mark.smoke),
+    ],
+    indirect=["root"],
+)
 def test_random_steps_leave_nothing_without_an_owner(
-    seed: int, steps: int, tmp_path: Path, one_store: Tracking, monkeypatch: pytest.MonkeyPatch
+    seed: int, steps: int, root: str, one_store: Tracking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Directories are made, killed, renamed, copied aside, and deleted by hand or by us, which is cut short
     now and then. Then everything without an owner is found, and nothing that has one is lost.
     """
-    root, chance, made = str(tmp_path), random.Random(seed), 0
+    chance, made = random.Random(seed), 0
 
     def make() -> None:
         nonlocal made
         made += 1
-        run = run_at(tmp_path, f"n{made}")
+        run = run_at(root, f"n{made}")
         if chance.random() < 0.4:
             arms = {"a": {}, "b": {}}
             directory = end_sweep(Sweep(base=run, arms=arms), {"a": 0.5})
@@ -319,18 +359,18 @@ def test_random_steps_leave_nothing_without_an_owner(
             Sync(one_store, directory).update(live=chance.random() < 0.5)
 
     def kill(name: str) -> None:
-        storage.write_bytes(f"{root}/{name}/lock", b'{"host": "another", "pid": 1}')
-        os.utime(f"{root}/{name}/lock", (1, 1))
+        killed_in(f"{root}/{name}")
         storage.write_bytes(f"{root}/{name}/half.json.{'0' * 32}.tmp", b"{")
 
     def rename(name: str) -> None:
-        os.rename(f"{root}/{name}", f"{root}/{name}x")
+        copied(f"{root}/{name}", f"{root}/{name}x")
+        storage.delete(f"{root}/{name}")
 
     def aside(name: str) -> None:
         move_aside(f"{root}/{name}")
 
     def delete(name: str) -> None:
-        shutil.rmtree(f"{root}/{name}")
+        storage.delete(f"{root}/{name}")
 
     def rm(name: str) -> None:
         remove_everywhere(root, name, one_store)
@@ -343,7 +383,8 @@ def test_random_steps_leave_nothing_without_an_owner(
     def send(name: str) -> None:
         Sync(one_store, f"{root}/{name}").update()
 
-    acts = [kill, rename, aside, delete, rm, rm_cut_short, send, send]
+    acts = [kill, rename, delete, rm, rm_cut_short, send, send]
+    acts += [aside] if storage.is_local(root) else []
     for _ in range(steps):
         names = [entry.name for entry in entries(root)]
         if not names or chance.random() < 0.4:
@@ -351,7 +392,7 @@ def test_random_steps_leave_nothing_without_an_owner(
         else:
             chance.choice(acts)(chance.choice(names))
     there = {entry.name: entry.key for entry in entries(root) if not OLD.fullmatch(entry.name)}
-    monkeypatch.setattr(housekeeping, "UNUSED_S", -1.0)
+    monkeypatch.setattr(housekeeping, "UNUSED_S", -2.0)
     found = ownerless(root, one_store)
     assert len(found) > 3
     take(found)
@@ -363,6 +404,7 @@ def test_random_steps_leave_nothing_without_an_owner(
     assert {tags.get(SWEEP_KEY) or tags[KEY] for tags in ours} <= keys
     for model in registered(one_store):
         assert model.tags[SWEEP_KEY] in keys or not model.name.startswith("n")
-    assert {name for name in os.listdir(root) if holder_of(f"{root}/{name}")} <= there.keys()
-    assert all(directory_state(f"{root}/{name}") for name in os.listdir(root))
-    assert not list(tmp_path.rglob("*.tmp"))
+    places = {name: f"{root}/{name}" for name in storage.names(root)}
+    assert {name for name, place in places.items() if holder_of(place)} <= there.keys()
+    assert all(map(directory_state, places.values()))
+    assert not [name for name in storage.files(root) if name.endswith(".tmp")]

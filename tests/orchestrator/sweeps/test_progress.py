@@ -7,11 +7,12 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps import progress
-from orchestrator.sweeps.progress import RunProgress, StepLines, SweepProgress
+from orchestrator.sweeps.progress import SweepProgress
 from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.run_directory import Result
+from orchestrator.training.console import RunProgress, StepLines
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps.queue import (
     PATIENCE,
     Job,
@@ -22,7 +23,6 @@ from orchestrator.sweeps.queue import (
 from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.resources import run_resources
-from orchestrator.training.run_directory import Result
 
 DONE = Result(status="finished", step=200, metrics={"val/acc1": 0.5})
 

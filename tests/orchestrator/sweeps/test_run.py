@@ -8,6 +8,8 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.costs import computed
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps import run as run_module
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.build import sweep_frontier
@@ -17,8 +19,6 @@ from orchestrator.sweeps.queue import RunToCompletion, TrialQueue
 from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.progress import costs
-from orchestrator.training.run_directory import RunDir
 from tests.made_directories import end, sweep_record
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -39,7 +39,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         while job := queue.next():
             hooks.began(job)
             run = job.trial.run
-            cost = costs(run, run.train.steps)[FLOPS]
+            cost = computed(run, run.train.steps)[FLOPS]
             end(run, 3, val__acc1=0.5 + run.model.width / 1000, cost__train_flops_6mac=cost)
             result = RunDir.of(run).result()
             assert result
@@ -75,7 +75,7 @@ def test_seeds_and_arms_that_are_added_to_a_search_are_on_its_frontier(
     ]
     assert frontier.front
     widest = override(sweep.base, {"model.width": 128})
-    highest = costs(widest, widest.train.steps)[FLOPS]
+    highest = computed(widest, widest.train.steps)[FLOPS]
     assert frontier.bound[0] == reference == pytest.approx(1.1 * highest), "of the space, not of the draws"
     search(replace(sweep, seeds=(0, 1), arms={"named": {"model.width": 48}}), 3)
     assert trained[6:] == ["named-seed0", "named-seed1"]

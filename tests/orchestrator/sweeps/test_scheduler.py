@@ -10,8 +10,8 @@ import pytest
 from ray import tune
 
 from orchestrator.frontier.pareto import hypervolume_2d
+from orchestrator.runs.notice import Stopped
 from orchestrator.sweeps.scheduler import OUTCOME, FrontierScheduler
-from orchestrator.training.notice import Stopped
 from tests.orchestrator.sweeps.plain_trainable import COST, STEPS, quality, train
 
 pytestmark = pytest.mark.usefixtures("cluster")

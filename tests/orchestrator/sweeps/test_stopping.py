@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from orchestrator.frontier.pareto import hypervolume_2d
+from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps.queue import TrialQueue, TrialState
 from orchestrator.sweeps.stopping import EarlyStopping, expected_gains
-from orchestrator.training.run_directory import Result
 
 STEPS, RUNG = 160, 20
 arms_of = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=8)

@@ -12,9 +12,9 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
+from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.suite import SuiteRow, rates_sweep, read_suite, with_best_rates
-from orchestrator.training.run_directory import Result
 
 VMOE = Path(__file__).parents[3] / "papers" / "vmoe"
 

@@ -15,11 +15,11 @@ from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
+from orchestrator.runs.metrics_file import Metrics
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps import run as sweep_run
 from orchestrator.sweeps.run import keep_weights_only
 from orchestrator.sweeps.sweep import Sweep, Trunk, trial_config
-from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
 from tests.orchestrator.frontier.samples import point

@@ -12,6 +12,7 @@ import pytest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps import tuning as module
 from orchestrator.sweeps.budget import Budget
 from orchestrator.sweeps.driver import SweepOptions
@@ -20,7 +21,6 @@ from orchestrator.sweeps.search import SearchOptions
 from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.sweeps.tuning import Tuned, Tuning, tune
-from orchestrator.training.sweep_directory import SweepDir
 from tests.made_directories import end_sweep
 from tests.orchestrator.frontier.samples import NAN, point
 
@@ -78,7 +78,7 @@ def test_grids_that_are_none(values: tuple[float, ...], says: str) -> None:
         ({}, {"seeds": (5, 1001)}, "seeds 1000, 1001 are for tuning alone, and the sweep mine uses 1001"),
         ({"field": "train.rate"}, {}, "arm w16-a has no field train.rate: tune a field that all arms have"),
         ({"field": "train.l"}, {}, "did you mean 'train.lr'?"),
-        ({"field": "data.augment"}, {}, "data.augment is [] in arm w16-a: only numbers are tuned"),
+        ({"field": "data.augment"}, {}, r"data.augment is \[\] in arm w16-a: only numbers are tuned"),
         ({"field": "model.moe.num_experts"}, {"moe": None}, "arm w16-a has no field model.moe.num_experts"),
         ({"at": ("width", "17")}, {}, "no arm has model.width=17, .*: the arms have 16, 32"),
         ({"at": ("wide", "16")}, {}, "model.wide=16, .*: it is no field of the models"),

@@ -27,7 +27,7 @@ from orchestrator.training.loop import train_step
 from orchestrator.training.worker import build_model
 from tests.lanes import mostly_smoke
 from tests.moe.parity import default_dtype
-from tests.moe.test_graphed import OnDevice
+from tests.moe.test_on_device import OnDevice
 from tests.orchestrator.as_one import Case, check_ranks_train_as_one
 
 BATCH, CAPTIONS, LENGTH = 8, 2, 6

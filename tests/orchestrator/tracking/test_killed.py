@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.runs.metrics_file import read_metrics
 from orchestrator.tracking.store import open_reader
-from orchestrator.training.metrics_file import read_metrics
 from tests.mlflow_reader import children, newest_of
 from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Store

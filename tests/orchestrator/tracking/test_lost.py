@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from orchestrator import storage
+from orchestrator.runs import notice
+from orchestrator.runs.lock import locked
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.lost import set_right
 from orchestrator.tracking.store import Tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
-from orchestrator.training import notice
-from orchestrator.training.lock import locked
 from tests.made_directories import begin, begin_sweep, end, run_at
+from tests.orchestrator.runs.test_state import killed_in
 from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Sqlite
-from tests.orchestrator.training.test_state import killed_in
 
 
 def statuses(tracking: Tracking, *directories: str) -> list[str]:

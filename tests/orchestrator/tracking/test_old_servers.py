@@ -11,13 +11,13 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos import databricks_pb2 as codes
 
+from orchestrator.runs.measurements import write_measurement
 from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import base
 from orchestrator.tracking.registry import registered_name
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
-from orchestrator.training.measurements import write_measurement
 from tests.made_directories import begin, end, end_sweep, report, run_at, sweep_record
 from tests.mlflow_reader import children, newest_of
 from tests.orchestrator.tracking.conftest import open_store

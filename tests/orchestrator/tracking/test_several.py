@@ -4,12 +4,12 @@ from collections import defaultdict
 from pathlib import Path
 
 from orchestrator.plugins import load_plugins
+from orchestrator.runs.measurements import write_measurement
+from orchestrator.runs.metrics_file import MetricsWriter
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.base import Follower, TrackerConfig, following
 from orchestrator.tracking.sync import Sync
 from orchestrator.tracking.tensorboard import EventFiles
-from orchestrator.training.measurements import write_measurement
-from orchestrator.training.metrics_file import MetricsWriter
 from tests.made_directories import begin, begin_sweep, change_record, end, report, run_at
 from tests.mlflow_reader import newest_of
 from tests.orchestrator.tracking.conftest import open_store

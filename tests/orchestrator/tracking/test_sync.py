@@ -14,14 +14,14 @@ from orchestrator import storage
 from orchestrator.codec import flat
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.runs.lock import move_aside
+from orchestrator.runs.run_directory import Result, RunDir, write_json
+from orchestrator.runs.sweep_directory import SUMMARY, SweepDir
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.find import KEY, check_original
 from orchestrator.tracking.registry import checkpoint_of, registered_name
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
-from orchestrator.training.lock import move_aside
-from orchestrator.training.run_directory import Result, RunDir, write_json
-from orchestrator.training.sweep_directory import SUMMARY, SweepDir
 from tests.made_directories import begin, begin_sweep, end, report, run_at, sweep_record
 from tests.mlflow_reader import RunInfo, children, find_sweep, newest_of
 from tests.orchestrator.tracking.conftest import open_store

@@ -10,12 +10,12 @@ import pytest
 from tensorboardX.record_writer import RecordWriter
 
 from orchestrator import storage
+from orchestrator.runs.measurements import write_measurement
+from orchestrator.runs.metrics_file import MetricsWriter
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.base import TrackerConfig
 from orchestrator.tracking.projection import Scalar
 from orchestrator.tracking.tensorboard import FOLDER, EventFiles, TensorBoardConfig, events, read_events
-from orchestrator.training.measurements import write_measurement
-from orchestrator.training.metrics_file import MetricsWriter
 from tests.made_directories import begin, end, end_sweep, report, run_at
 
 

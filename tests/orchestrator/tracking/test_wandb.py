@@ -10,8 +10,8 @@ import psutil
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.tracking.projection import project_run
-from orchestrator.training.run_directory import RunDir
 from tests.made_directories import begin, end, run_at
 from tests.orchestrator.tracking.stores import wait_until
 
@@ -23,7 +23,7 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 from orchestrator import TrackerConfig, load_plugins
-from orchestrator.training.metrics_file import MetricsWriter
+from orchestrator.runs.metrics_file import MetricsWriter
 from tests.made_directories import run_at
 
 load_plugins([sys.argv[1]])

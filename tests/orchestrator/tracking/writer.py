@@ -12,12 +12,12 @@ import sys
 import time
 from pathlib import Path
 
+from orchestrator.runs.metrics_file import MetricsWriter
+from orchestrator.runs.run_directory import SWEEP, acquire_run_dir
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import base
 from orchestrator.tracking.store import open_tracking
 from orchestrator.tracking.sync import BackgroundSync
-from orchestrator.training.metrics_file import MetricsWriter
-from orchestrator.training.run_directory import SWEEP, acquire_run_dir
 from tests.made_directories import DIGEST, begin_sweep, end, run_at
 
 CHECKPOINT_EVERY = 7

@@ -19,14 +19,14 @@ from orchestrator.codec import override
 from orchestrator.config import EMAConfig, RunConfig
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
+from orchestrator.estimate import checkpoint_bytes, layout
 from orchestrator.evaluation.evaluate import images_of
 from orchestrator.evaluation.scores import evaluate_at
 from orchestrator.evaluation.soup import average_of
 from orchestrator.optimizers import OptimizerConfig
-from orchestrator.sweeps.estimate import checkpoint_bytes, layout
+from orchestrator.runs.metrics_file import Metrics
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.training.average import Average
-from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_smoke
 from tests.orchestrator.as_one import train_on_ranks

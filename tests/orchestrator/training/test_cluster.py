@@ -66,6 +66,33 @@ def test_where_ray_cannot_start_or_train(env: dict[str, str], said: str, tmp_pat
     assert "no Ray cluster answers" not in line
 
 
+LISTENS = """
+import psutil, ray
+from orchestrator.training import cluster
+cluster.connect()
+ray.get(ray.remote(lambda: 1).remote())
+process = psutil.Process()
+for each in (process, *process.children(recursive=True)):
+    for socket in each.net_connections("inet"):
+        if socket.status == psutil.CONN_LISTEN:
+            print(socket.laddr.ip, each.name())
+"""
+
+
+@pytest.mark.smoke
+def test_a_ray_that_a_command_starts_listens_on_loopback_alone(tmp_path: Path) -> None:
+    """Also the server of its dashboard, and a worker."""
+    env = {"RAY_ADDRESS": "local", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENS], env=os.environ | env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    listening = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    assert {"raylet", "gcs_server"} <= {name for _, name in listening}, done.stdout
+    assert len(listening) > 6
+    assert {address.removeprefix("::ffff:") for address, _ in listening} == {"127.0.0.1"}
+
+
 @pytest.mark.parametrize("mode", [None, 0o644, 0o600])
 def test_rays_token_is_its_owners_alone(
     mode: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,8 +21,8 @@ from orchestrator.checkpoint.models import read_model
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_process
-from orchestrator.training.metrics_file import Metrics, read_metrics
-from orchestrator.training.run_directory import RunDir
+from orchestrator.runs.metrics_file import Metrics, read_metrics
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow, mostly_smoke
 from tests.moe.parity import spawn

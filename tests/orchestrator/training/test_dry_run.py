@@ -18,8 +18,8 @@ from moe.presets import PRESETS
 from moe.routing import RouterConfig
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.estimate import layout
 from orchestrator.optimizers import OptimizerConfig
-from orchestrator.sweeps.estimate import layout
 from orchestrator.sweeps.scales import TINY
 from orchestrator.training.average import Average
 from orchestrator.training.dry_run import STEP_PHASES, Collective, Recorder, dry_run, fake_batch

@@ -11,17 +11,17 @@ import pytest
 from moe.models.two_towers import TwoTowersConfig
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.packing import write_shards
-from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process, open_stream
 from orchestrator.data.text import captions_as_field, read_tokenizer, save_tokenizer
 from orchestrator.errors import UsageError
+from orchestrator.packing import open_source
+from orchestrator.packing.pack import write_shards
+from orchestrator.runs.metrics_file import Metrics
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.catalog import make_sweep
 from orchestrator.training import features, worker
 from orchestrator.training.features import can_be_stored
 from orchestrator.training.fit import check_start, decided_by_data
-from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 
 ROWS = 256  # of a file, so that there are several

@@ -11,10 +11,11 @@ from sklearn.linear_model import Ridge
 from moe.models.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import FewShotConfig, RunConfig
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_order, in_process
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.preflight import check_metrics
+from orchestrator.packing.pack import Sample, write_shards
+from orchestrator.planning.preflight import check_metrics
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fewshot import (
     BIAS,
@@ -30,7 +31,6 @@ from orchestrator.training.fewshot import (
     rare_classes,
     short_names,
 )
-from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.orchestrator.as_one import train_on_ranks
 from tests.parts import png

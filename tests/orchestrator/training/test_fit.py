@@ -21,9 +21,12 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
-from orchestrator.training import fit as fit_file, notice
+from orchestrator.packing.pack import Sample, write_shards
+from orchestrator.runs import notice
+from orchestrator.runs.metrics_file import read_metrics
+from orchestrator.runs.run_directory import RunDir
+from orchestrator.training import fit as fit_file
 from orchestrator.training.fit import (
     ATTEMPTS,
     MissingWorkers,
@@ -36,8 +39,6 @@ from orchestrator.training.fit import (
     start,
 )
 from orchestrator.training.heartbeat import HeartbeatMonitor
-from orchestrator.training.metrics_file import read_metrics
-from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import Report
 from tests.lanes import mostly_slow
 from tests.orchestrator.training.recipe import RECIPE

@@ -17,10 +17,10 @@ from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, normalize
+from orchestrator.runs.metrics_file import Metrics
 from orchestrator.training import loop
 from orchestrator.training.loop import Diverged, run_steps, train_step
 from orchestrator.training.metrics import Meter
-from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.profile import phase_seconds
 from tests.orchestrator.training.batches import make_batch
 

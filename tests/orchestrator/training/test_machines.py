@@ -9,9 +9,9 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.runs.metrics_file import read_metrics
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.training.fit import fit
-from orchestrator.training.metrics_file import read_metrics
-from orchestrator.training.run_directory import RunDir
 from tests.machines import DISK, ROOT, machines, start_ray
 
 STEPS = 20

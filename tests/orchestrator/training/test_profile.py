@@ -8,9 +8,9 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.runs.run_directory import PROFILE
 from orchestrator.training.fit import fit
 from orchestrator.training.profile import PHASES, SKIPPED, TRACE
-from orchestrator.training.run_directory import PROFILE
 
 STEPS = 4
 

@@ -26,12 +26,12 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manifest import MANIFEST, newest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
+from orchestrator.packing.pack import Sample, write_shards
+from orchestrator.runs.metrics_file import Metrics
+from orchestrator.runs.run_directory import RunDir
 from orchestrator.schedules import ScheduleConfig
-from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
 from tests.orchestrator.buckets import Bucket
