@@ -103,7 +103,7 @@ def case_of(recipe: str) -> Case:
 
 
 # Whose loss or statistics are of the whole batch, and an optimiser with norms of whole tensors.
-WHOLE = ["capacity of evaluation", "lamb"]
+WHOLE = ["capacity of evaluation", "adafactor"]
 WHOLE += [name for name in RECIPES if name.startswith("quantile")]
 REST = [name for name in RECIPES if name not in WHOLE]
 
