@@ -88,7 +88,7 @@ def test_bad_input_is_one_clear_line(flags, message, home, call):
 
 def test_a_name_with_data_of_its_own_wants_them_again(home, call, monkeypatch):
     """The cause is named, and not what follows from it."""
-    monkeypatch.setattr("orchestrator.data.packing.digits", lambda root, source: f"{root}/data/{source}")
+    monkeypatch.setattr("orchestrator.packing.pack.digits", lambda root, source: f"{root}/data/{source}")
     base = override(RunConfig(), {"name": "stamps", "storage": str(home), "data.path": "/data/stamps"})
     begin_sweep(Sweep(base=base, arms={"a": {}}))
     stopped, _ = call(pareto_sweep.main, "--name", "stamps")
