@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from jobs import train
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.training.fit import fit
-from papers.jobs import inspect_routing, train
+from papers.jobs import inspect_routing
 from tests.lanes import mostly_slow
 
 SMALL = {
