@@ -23,8 +23,8 @@ class Parsed(Exception):
 
 
 def flags_of(job: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The flags that a command reads from these words."""
-    module = importlib.import_module(f"jobs.{job}")
+    """The flags that a command, ``train`` or ``papers.jobs.study``, reads from these words."""
+    module = importlib.import_module(job if "." in job else f"jobs.{job}")
     parse = module.parse
     found = []
 

@@ -125,6 +125,7 @@ orchestrator.evaluation: moe orchestrator.checkpoint orchestrator.codec orchestr
 papers: moe orchestrator papers wings
 papers.jobs: jobs._cli jobs._flags jobs._record moe orchestrator papers
 wings: moe orchestrator wings
+wings.jobs: jobs._cli jobs._flags jobs._record jobs.train moe orchestrator wings
 jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._list jobs._main
     jobs._record jobs._sharded jobs._shots jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe
     orchestrator
@@ -199,7 +200,7 @@ def libraries() -> Iterator[tuple[str, Path]]:
     return (
         (m, path)
         for m, path in sources()
-        if m.split(".")[0] in ("moe", "orchestrator", "papers", "wings") and not under(m, "papers.jobs")
+        if m.split(".")[0] in ("moe", "orchestrator", "papers", "wings") and ".jobs" not in m
     )
 
 

@@ -9,14 +9,14 @@ from mlflow.exceptions import MlflowException
 
 from jobs._cli import OUT_OF_BUDGET, command, with_flags
 from orchestrator.errors import BudgetExhausted, UsageError
-from orchestrator.sweeps import finetune
 from orchestrator.sweeps.search import SearchOptions
 from tests.jobs.bare import run_bare
+from wings.transfer import finetune
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(
     str(path.relative_to(ROOT))
-    for path in (*ROOT.glob("jobs/*.py"), *ROOT.glob("papers/jobs/*.py"))
+    for path in (*ROOT.glob("jobs/*.py"), *ROOT.glob("papers/jobs/*.py"), *ROOT.glob("wings/jobs/*.py"))
     if 'if __name__ == "__main__"' in path.read_text()
 )
 HEAVY = ("torch", "ray", "mlflow")
@@ -50,10 +50,11 @@ runpy.run_path("jobs/plan.py", run_name="__main__")
 NO_STORAGE = """
 import json, runpy, sys
 answers = []
-for words in (["train"], ["pareto_sweep"], ["evaluate", "soft"], ["finetune", "soft", "--data", "x"]):
+for words in (["jobs/train"], ["jobs/pareto_sweep"], ["jobs/evaluate", "soft"],
+              ["wings/jobs/finetune", "soft", "--data", "x"]):
     sys.argv = [words[0], *words[1:], "--storage", "/proc/x"]
     try:
-        runpy.run_path(f"jobs/{words[0]}.py", run_name="__main__")
+        runpy.run_path(f"{words[0]}.py", run_name="__main__")
     except SystemExit as stop:
         answers.append((stop.code, "torch" in sys.modules))
 print(json.dumps(answers))

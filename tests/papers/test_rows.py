@@ -32,7 +32,7 @@ from tests.golden import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 ROWS = rows()
-JOBS = {f"{module.rpartition('.')[2]}.py" for module in COMMANDS.values()}
+JOBS = {*COMMANDS.values()}
 LANES = {"": "`make test`", "smoke": "`make test-smoke`", "slow": "`make test-all`"}
 SETTING = r"(model|train|task|data|scale)\.[\w.]+(=.*)?"
 NAMED = {  # what else stands in code marks -> whether it exists
@@ -118,9 +118,9 @@ def check(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *words = shlex.split(code)
     if first.startswith("--"):
         check(f"jobs/pareto_sweep.py {code}", monkeypatch)
-    elif first.startswith("jobs/"):
-        assert first.removeprefix("jobs/") in JOBS
-        flags = flags_of(Path(first).stem, words, monkeypatch)
+    elif re.match(r"((papers|wings)/)?jobs/", first):
+        assert first.removesuffix(".py").replace("/", ".") in JOBS
+        flags = flags_of(first.removesuffix(".py").replace("/", "."), words, monkeypatch)
         given = dict(pairwise([*words, ""]))
         names = {"--sweep": SWEEPS, "--scale": SCALES, "--published": DRAWABLE, "--model": PRESETS}
         for flag, known in names.items():
@@ -197,9 +197,10 @@ def touched(code: str, file: str, text: str) -> bool:
 
 def parts(code: str) -> Iterator[tuple[str, ...]]:
     first, *words = shlex.split(code)
-    if first.startswith(("--", "jobs/")):
-        every = [*words] if first.startswith("jobs/") else [first, *words]
-        if first.startswith("jobs/") and not {"--sweep", "--published"} & {*words}:
+    is_command = re.match(r"((papers|wings)/)?jobs/", first)
+    if is_command or first.startswith("--"):
+        every = [*words] if is_command else [first, *words]
+        if is_command and not {"--sweep", "--published"} & {*words}:
             yield (Path(first).stem,)
         for word, after in pairwise([*every, ""]):
             if word in ("--sweep", "--scale", "--published"):

@@ -7,7 +7,6 @@ in the released `pretrain_laion.py`, without the sizes whose patches of 14 pixel
 
 from dataclasses import replace
 
-from moe.model import ModelConfig
 from moe.models import ViTConfig
 from moe.presets import PRESETS, VIT_B, VIT_L, VIT_S, VITS
 from wings.image_text.text_tower import TextConfig
@@ -21,7 +20,7 @@ def _text(size: ViTConfig, *, qk_norm: bool = False) -> TextConfig:
 
 TEXT_G = TextConfig(width=1408, depth=40, heads=16, mlp_dim=6144, qk_norm=True)
 _TABLE_3 = ("S/16", "S/14", "B/16", "L/16", "H/14")
-TWO_TOWERS: dict[str, ModelConfig] = (
+TWO_TOWERS = (
     {
         f"lit-{name}/16": TwoTowersConfig(
             image=replace(size, patch_size=16, pooling="token", qk_norm=False), text=_text(size)

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
     from orchestrator.checkpoint.models import ModelRef
     from orchestrator.config import RunConfig
-    from orchestrator.sweeps.finetune import FineTuned, Probe
     from orchestrator.sweeps.queue import Outcome
-    from orchestrator.sweeps.suite import SuiteRow
     from orchestrator.sweeps.sweep import Sweep
+    from wings.transfer.finetune import FineTuned, Probe
+    from wings.transfer.suite import SuiteRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +99,9 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
     from orchestrator.evaluation.evaluate import default_device
     from orchestrator.runs.run_directory import RunDir
     from orchestrator.sweeps.driver import SweepOptions, trained_trials
-    from orchestrator.sweeps.finetune import failures, fine_tuned, finetune_sweep, probe
-    from orchestrator.sweeps.suite import rates_sweep, with_best_rates
     from orchestrator.training.fit import check_data
+    from wings.transfer.finetune import failures, fine_tuned, finetune_sweep, probe
+    from wings.transfer.suite import rates_sweep, with_best_rates
 
     store = flags.places.open_store()
     model = model_of(flags.model, flags.places)
@@ -147,8 +147,8 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
 def rows_of(flags: FineTuneFlags) -> list[SuiteRow]:
     """The data sets of the flags. Raises UsageError for one that is missing, or a bad suite."""
     from orchestrator import storage
-    from orchestrator.sweeps.suite import SuiteRow, read_suite
     from orchestrator.training.fewshot import short_names
+    from wings.transfer.suite import SuiteRow, read_suite
 
     if flags.suite:
         root = flags.root and storage.absolute(flags.root)
@@ -159,7 +159,7 @@ def rows_of(flags: FineTuneFlags) -> list[SuiteRow]:
 
 def base_of(flags: FineTuneFlags, model: ModelRef, rows: Sequence[SuiteRow]) -> RunConfig:
     """The run that each data set changes. Raises UsageError for impossible values."""
-    from orchestrator.sweeps.finetune import SIZES, finetune_run
+    from wings.transfer.finetune import SIZES, finetune_run
 
     run = RunFlags(
         name=flags.name or "finetune-" + re.sub(r"[^A-Za-z0-9_.]+", "-", flags.model).strip("-"),

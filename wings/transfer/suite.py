@@ -16,12 +16,12 @@ from moe.config import Bound, Config, NonNegativeInt, PositiveFloat, PositiveInt
 from orchestrator import storage
 from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
-from orchestrator.data.held_out import hold_out
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.sweep import Sweep
+from wings.transfer.held_out import hold_out
 
 GEOMETRY = (
     "inception",

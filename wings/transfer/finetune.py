@@ -26,9 +26,9 @@ from orchestrator.optimizers import SGDConfig
 from orchestrator.runs.run_directory import Result
 from orchestrator.schedules import CosineConfig
 from orchestrator.sweeps.queue import Outcome
-from orchestrator.sweeps.suite import SuiteRow
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fewshot import STRENGTHS, accuracies, best_strength, frozen_features
+from wings.transfer.suite import SuiteRow
 
 EXPERT_DROPOUT, CAPACITY = 0.1, 1.5
 LR, LAST_LR = 3e-3, 1e-5

@@ -7,10 +7,10 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.held_out import hold_out
 from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.stream import in_order, in_process
 from orchestrator.errors import UsageError
+from wings.transfer.held_out import hold_out
 
 
 def images(path: str, split: str) -> dict[int, tuple[bytes, int]]:

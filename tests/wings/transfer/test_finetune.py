@@ -18,7 +18,9 @@ from orchestrator.data.augment import InceptionConfig
 from orchestrator.data.stream import in_order, in_process
 from orchestrator.errors import UsageError
 from orchestrator.runs.run_directory import Result, RunDir
-from orchestrator.sweeps.finetune import (
+from orchestrator.training.fewshot import augmented
+from orchestrator.training.worker import train_worker
+from wings.transfer.finetune import (
     SIZES,
     failures,
     fine_tuned,
@@ -27,9 +29,7 @@ from orchestrator.sweeps.finetune import (
     interval,
     probe,
 )
-from orchestrator.sweeps.suite import SuiteRow
-from orchestrator.training.fewshot import augmented
-from orchestrator.training.worker import train_worker
+from wings.transfer.suite import SuiteRow
 
 SMALL = {"model.width": 16, "model.mlp_dim": 32, "model.moe.num_experts": 4, "train.steps": 2}
 

@@ -14,7 +14,7 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps.queue import Outcome
-from orchestrator.sweeps.suite import SuiteRow, rates_sweep, read_suite, with_best_rates
+from wings.transfer.suite import SuiteRow, rates_sweep, read_suite, with_best_rates
 
 VMOE = Path(__file__).parents[3] / "papers" / "vmoe"
 
@@ -183,7 +183,7 @@ def test_the_suites_of_the_papers(file: str, groups: list[int], monkeypatch: pyt
     """Their fields are known, and their numbers are in bounds."""
     listed = tomllib.loads((VMOE / file).read_text())["rows"]
     classes = {row["path"]: range(row["classes"]) for row in listed}
-    packed = "orchestrator.sweeps.suite.open_manifest"
+    packed = "wings.transfer.suite.open_manifest"
     monkeypatch.setattr(packed, lambda path: SimpleNamespace(classes=classes[Path(path).name]))
     rows = read_suite(str(VMOE / file))
     assert [sum(row.group == group for row in rows) for group in {row.group: 0 for row in rows}] == groups

@@ -1,0 +1,1 @@
+"""Transfer: fine-tuning on other data sets and suites of them, beside a linear probe."""
