@@ -63,7 +63,9 @@ from .routing import (
     GatherRouting as GatherRouting,
     Router as Router,
     RouterConfig as RouterConfig,
+    RoutingInput as RoutingInput,
     SoftRouting as SoftRouting,
+    Statistic as Statistic,
     at_least_fp32 as at_least_fp32,
 )
 from .signature import Signature as Signature

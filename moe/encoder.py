@@ -28,8 +28,8 @@ from moe.model import (
     with_experts,
     without_experts,
 )
-from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routing import LayerShape
+from moe.overrides import RoutingOverrides
+from moe.routing import LayerShape, RoutingInput
 
 # Salts of keys for dropout begin here; smaller salts are MoE layers'.
 DROPOUT_SALT = 1 << 16
@@ -197,15 +197,8 @@ class Block(nn.Module):
     def draws(self) -> dict[str, Draw]:
         return dict.fromkeys(("scale1_D", "scale2_D"), constant(self.layer_scale or 0.0))
 
-    def forward(
-        self,
-        x_BSD: Tensor,
-        valid_B: Tensor,
-        keys_B: Tensor | None = None,
-        overrides: RoutingOverrides = AS_TRAINED,
-        return_stats: bool = False,
-        return_routing: bool = False,
-    ) -> UnitOutput:
+    def forward(self, x_BSD: Tensor, routing: RoutingInput) -> UnitOutput:
+        keys_B = routing.keys
         y_BSD, keys_BS = self.attention(self.norm1(x_BSD)), None
         if self.dropout and keys_B is not None:
             keys_BS = split(mix(keys_B, self.salt), x_BSD.shape[1])
@@ -215,19 +208,16 @@ class Block(nn.Module):
         if not isinstance(self.mlp, MoELayer):
             y_BSD = self.mlp(self.norm2(x_BSD), keys_BS)
             return without_experts(self.add(x_BSD, y_BSD, 1, kept_2B))
-        y_BSD, routing = self.mlp(
-            self.norm2(x_BSD), valid_B, keys_B, overrides, return_stats or return_routing, True
-        )
-        x_BSD = self.add(x_BSD, y_BSD, 1, kept_2B)
-        return with_experts(x_BSD, routing, return_routing=return_routing)
+        y_BSD, routed = self.mlp(self.norm2(x_BSD), *routing[:3], routing.stats or routing.routings, True)
+        return with_experts(self.add(x_BSD, y_BSD, 1, kept_2B), routed, routing)
 
     def attended(self, x_BSD: Tensor) -> Tensor:
         """Returns the block's input with what attention adds to it, in evaluation."""
         return self.add(x_BSD, self.attention(self.norm1(x_BSD)), 0)
 
-    def routed(self, x_BSD: Tensor, valid_B: Tensor, overrides: RoutingOverrides) -> Tensor:
+    def routed(self, x_BSD: Tensor, routing: RoutingInput) -> Tensor:
         """Returns the block's output from that of `attended`, in evaluation of a block with experts."""
-        return self.add(x_BSD, self.mlp(self.norm2(x_BSD), valid_B, None, overrides), 1)
+        return self.add(x_BSD, self.mlp(self.norm2(x_BSD), *routing[:3]), 1)
 
     def kept(self, keys_B: Tensor | None) -> Tensor | None:
         """Returns (2, B), what drop path multiplies the outputs of an image's attention and MLP with: 0, or
@@ -286,20 +276,10 @@ class Encoder(Model[E]):
     def heads(self, x_BSD: Tensor, inputs: Tensor) -> dict[str, Tensor]:
         """Returns the model's output from the normalised tokens that the blocks make of its inputs."""
 
-    def forward(
-        self,
-        images: Tensor,
-        valid_B: Tensor | None = None,
-        keys_B: Tensor | None = None,
-        routing_overrides: RoutingOverrides = AS_TRAINED,
-        return_stats: bool = False,
-        return_routings: bool = False,
-    ) -> Output:
+    def output(self, images: Tensor, routing: RoutingInput) -> Output:
         B = images.shape[0]
-        inputs, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B, routing_overrides)
-        x_BSD, aux, stats, routings = self.through(
-            self.embedded(inputs, keys_B), valid_B, keys_B, routing_overrides, return_stats, return_routings
-        )
+        inputs, routing = self.whole_groups(images, routing)
+        x_BSD, aux, stats, routings = self.through(self.embedded(inputs, routing.keys), routing)
         return Output(self.heads(self.norm(x_BSD[:B]), images), aux, stats, routings)
 
     @torch.no_grad()
@@ -315,7 +295,7 @@ class Encoder(Model[E]):
         for point in points:
             self.config.check_overrides(point)
         B = images.shape[0]
-        inputs, valid_BP, _ = self.whole_groups(images, valid_B)
+        inputs, routing = self.whole_groups(images, RoutingInput(valid_B))
         blocks: list[tuple[int, Block]] = list(enumerate(self.blocks))  # pyright: ignore[reportAssignmentType]
         found: dict[int, dict[str, Tensor]] = {}
 
@@ -330,7 +310,7 @@ class Encoder(Model[E]):
             """Runs the blocks from `first` on for the points with the indices `members`."""
             for index, block in blocks[first:]:
                 if not isinstance(block.mlp, MoELayer):
-                    x_BSD = block(x_BSD, valid_BP).x
+                    x_BSD = block(x_BSD, routing).x
                     continue
                 x_BSD = block.attended(x_BSD)
                 branches: dict[object, list[int]] = {}
@@ -338,8 +318,9 @@ class Encoder(Model[E]):
                     branches.setdefault(routing_at(points[member], index), []).append(member)
                 *others, members = branches.values()
                 for branch in others:
-                    run_from(block.routed(x_BSD, valid_BP, points[branch[0]]), index + 1, branch)
-                x_BSD = block.routed(x_BSD, valid_BP, points[members[0]])
+                    at = routing._replace(overrides=points[branch[0]])
+                    run_from(block.routed(x_BSD, at), index + 1, branch)
+                x_BSD = block.routed(x_BSD, routing._replace(overrides=points[members[0]]))
             heads = self.heads(self.norm(x_BSD[:B]), images)
             found.update((member, heads) for member in members)
 

@@ -19,7 +19,7 @@ from moe.experts import is_expert
 from moe.init import init_weights, set_unsaved
 from moe.layer import MoEConfig, MoELayer, filled
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routing import Router, RouterConfig, Routing
+from moe.routing import Router, RouterConfig, Routing, RoutingInput
 
 
 class Activations(NamedTuple):
@@ -270,10 +270,10 @@ def without_experts(x: Tensor) -> UnitOutput:
     return UnitOutput(x, x.new_zeros((), dtype=torch.float32), {}, None)
 
 
-def with_experts(x: Tensor, routing: Routing, *, return_routing: bool) -> UnitOutput:
+def with_experts(x: Tensor, routed: Routing, routing: RoutingInput) -> UnitOutput:
     """Returns the output of a unit whose MoE layer has routed so."""
-    returned = routing if return_routing else None
-    return UnitOutput(x, routing.aux_G.mean(), dict(routing.stats), returned, routing.counts)
+    returned = routed if routing.routings else None
+    return UnitOutput(x, routed.aux_G.mean(), dict(routed.stats), returned, routed.counts)
 
 
 C = TypeVar("C", bound=ModelConfig)
@@ -315,7 +315,7 @@ class Model(nn.Module, ABC, Generic[C]):
     def units(self) -> Sequence[nn.Module]:
         """Returns the blocks in their order: each is sharded, compiled and recomputed as a whole.
 
-        A unit has ``forward(x, valid_B, keys_B, overrides, return_stats, return_routing) -> UnitOutput``.
+        A unit has ``forward(x, routing: RoutingInput) -> UnitOutput``.
         """
 
     def layers_above(self) -> dict[str, int]:
@@ -341,7 +341,6 @@ class Model(nn.Module, ABC, Generic[C]):
             if isinstance(module, Router) and begins_so(f"{name}.", prefixes):
                 module.frozen = True
 
-    @abstractmethod
     def forward(
         self,
         images: Tensor,
@@ -359,6 +358,12 @@ class Model(nn.Module, ABC, Generic[C]):
 
         Raises ValueError if an override names a block without experts, or the router refuses its value.
         """
+        routing = RoutingInput(valid_B, keys_B, routing_overrides, return_stats, return_routings)
+        return self.output(images, routing)
+
+    @abstractmethod
+    def output(self, images: Tensor, routing: RoutingInput) -> Output:
+        """Computes what `forward` returns."""
 
     def features(
         self,
@@ -386,17 +391,12 @@ class Model(nn.Module, ABC, Generic[C]):
         """Returns the heads of a forward pass at each operating point. Raises ValueError as they do."""
         return [self(images, valid_B, routing_overrides=point).heads for point in points]
 
-    def whole_groups(
-        self,
-        images: Tensor,
-        valid_B: Tensor | None,
-        keys_B: Tensor | None = None,
-        overrides: RoutingOverrides = AS_TRAINED,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Pads images, mask and keys to whole routing groups. Raises ValueError for images of another
-        shape.
+    def whole_groups(self, images: Tensor, routing: RoutingInput) -> tuple[Tensor, RoutingInput]:
+        """Pads images, mask and keys to whole routing groups; the mask is not None then. Raises ValueError
+        for images of another shape.
         """
         self.config.check_inputs(images)
+        valid_B, keys_B, overrides, *_ = routing
         if valid_B is None:
             dtype = images.dtype if images.is_floating_point() else torch.float32
             valid_B = images.new_ones(images.shape[0], dtype=dtype)
@@ -405,33 +405,25 @@ class Model(nn.Module, ABC, Generic[C]):
         if group > 1 and (torch.compiler.is_exporting() or images.shape[0] % group):
             images, valid_B = filled(images, group), filled(valid_B, group)
             keys_B = None if keys_B is None else filled(keys_B, group)
-        return images, valid_B, keys_B
+        return images, routing._replace(valid=valid_B, keys=keys_B)
 
     def through(
-        self,
-        x: Tensor,
-        valid_B: Tensor,
-        keys_B: Tensor | None,
-        overrides: RoutingOverrides,
-        return_stats: bool,
-        return_routings: bool,
+        self, x: Tensor, routing: RoutingInput
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], tuple[Routing, ...]]:
         """Runs all units. Returns the last one's x, and what `Output` has after its heads."""
-        self.config.check_overrides(overrides)
+        self.config.check_overrides(routing.overrides)
         aux, layers, routings = x.new_zeros((), dtype=torch.float32), [], []
         for unit in self.units():
-            x, unit_aux, stats, routing, counts = unit(
-                x, valid_B, keys_B, overrides, return_stats, return_routings
-            )
+            x, unit_aux, stats, routed, counts = unit(x, routing)
             aux = aux + unit_aux
             # Here, and not in the unit, which is compiled, and recomputed in the backward pass.
-            if counts is not None and torch.is_grad_enabled() and overrides == AS_TRAINED:
+            if counts is not None and torch.is_grad_enabled() and routing.overrides == AS_TRAINED:
                 (layer,) = find_moe_layers(unit)
                 layer.router.count(counts)
             if stats:
                 layers.append(stats)
-            if routing:
-                routings.append(routing)
+            if routed:
+                routings.append(routed)
         names = layers[0] if layers else ()
         return x, aux, {n: torch.stack([layer[n] for layer in layers]) for n in names}, tuple(routings)
 

@@ -25,6 +25,25 @@ from moe.init import Draw, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
 
 
+class RoutingInput(NamedTuple):
+    """What a forward pass hands its units beside their tokens, the arguments of `Model.forward` after images.
+
+    A tuple, within which FSDP casts tensors as it does those of other arguments.
+
+    Attributes:
+        valid: (B,), 0 for padding images, which take no capacity, else 1; None: all are valid.
+        keys: (B,) int64 seeds of router noise and dropout; None, as in evaluation, turns both off.
+        overrides: the operating point.
+        stats, routings: whether the output has the routers' statistics, and their routings.
+    """
+
+    valid: Tensor | None = None
+    keys: Tensor | None = None
+    overrides: RoutingOverrides = AS_TRAINED
+    stats: bool = False
+    routings: bool = False
+
+
 class LayerShape(NamedTuple):
     """Sizes of an MoE layer: S tokens per image, images per group, E experts, C slots per expert, width D."""
 

@@ -9,6 +9,7 @@ from moe.encoder import Block
 from moe.layer import MoEConfig
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SoftmaxConfig
+from moe.routing import RoutingInput
 from tests.golden_report import Arrays, Meta, Report, block_state
 
 NOT_HERE = {"hash_position", "base"}  # kinds of routers of the file
@@ -68,4 +69,4 @@ def block_of(z: Arrays, meta: Meta, router: RouterConfig) -> Block:
 
 @torch.no_grad()
 def outputs(block: Block, x_SD: Tensor) -> Tensor:
-    return block(x_SD.unsqueeze(0), x_SD.new_ones(1)).x[0]
+    return block(x_SD.unsqueeze(0), RoutingInput(x_SD.new_ones(1))).x[0]

@@ -22,7 +22,7 @@ from moe.dense import MLP, Head
 from moe.init import Draw, dropout, mix, normal, zeros
 from moe.layer import MAX_BLOCKS, MoEConfig, MoELayer
 from moe.model import ImageModelConfig, Model, Output, UnitOutput, with_experts, without_experts
-from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routing import RoutingInput
 
 EXPAND, SQUEEZE = 4, 4  # hidden units of a block per output, and outputs per squeezed channel
 
@@ -135,18 +135,10 @@ class ConvBlock(nn.Module):
         self.excite = Convolution(width // SQUEEZE, hidden, 1)
         self.project = Convolution(hidden, width, 1)
 
-    def forward(
-        self,
-        x: Tensor,
-        valid_B: Tensor,
-        keys_B: Tensor | None = None,
-        overrides: RoutingOverrides = AS_TRAINED,
-        return_stats: bool = False,
-        return_routing: bool = False,
-    ) -> UnitOutput:
-        h = self.expand(self.norm1(x, valid_B))
-        h = self.depthwise(F.gelu(self.norm2(h, valid_B)))
-        h = F.gelu(self.norm3(h, valid_B))
+    def forward(self, x: Tensor, routing: RoutingInput) -> UnitOutput:
+        h = self.expand(self.norm1(x, routing.valid))
+        h = self.depthwise(F.gelu(self.norm2(h, routing.valid)))
+        h = F.gelu(self.norm3(h, routing.valid))
         factor = self.excite(F.silu(self.squeeze(h.mean((2, 3), keepdim=True)))).sigmoid()
         return without_experts(self.shortcut(x) + self.project(h * factor))
 
@@ -206,25 +198,15 @@ class AttentionBlock(nn.Module):
             else MLP(width, EXPAND * width, activation="exact_gelu")
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        valid_B: Tensor,
-        keys_B: Tensor | None = None,
-        overrides: RoutingOverrides = AS_TRAINED,
-        return_stats: bool = False,
-        return_routing: bool = False,
-    ) -> UnitOutput:
+    def forward(self, x: Tensor, routing: RoutingInput) -> UnitOutput:
         y = self.norm1(x.movedim(1, -1)).movedim(-1, 1)
         y = F.avg_pool2d(y, 2) if self.halves else y
         x_BSD = _tokens(self.shortcut(x)) + self.attention(_tokens(y))
         if not isinstance(self.mlp, MoELayer):
             return without_experts(self.as_map(x_BSD + self.mlp(self.norm2(x_BSD))))
-        y_BSD, routing = self.mlp(
-            self.norm2(x_BSD), valid_B, keys_B, overrides, return_stats or return_routing, True
-        )
+        y_BSD, routed = self.mlp(self.norm2(x_BSD), *routing[:3], routing.stats or routing.routings, True)
         y_BSD = x_BSD + y_BSD if self.residual else y_BSD
-        return with_experts(self.as_map(y_BSD), routing, return_routing=return_routing)
+        return with_experts(self.as_map(y_BSD), routed, routing)
 
     def as_map(self, x_BSD: Tensor) -> Tensor:
         """(B, S, D) -> (B, D, H, W), a copy: FSDP's units return no views."""
@@ -276,24 +258,14 @@ class Astroformer(Model[AstroformerConfig]):
     def units(self) -> Sequence[nn.Module]:
         return [*self.blocks]
 
-    def forward(
-        self,
-        images: Tensor,
-        valid_B: Tensor | None = None,
-        keys_B: Tensor | None = None,
-        routing_overrides: RoutingOverrides = AS_TRAINED,
-        return_stats: bool = False,
-        return_routings: bool = False,
-    ) -> Output:
+    def output(self, images: Tensor, routing: RoutingInput) -> Output:
         B = images.shape[0]
-        images, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B, routing_overrides)
-        x, aux, stats, routings = self.through(
-            self.stem(images, valid_B), valid_B, keys_B, routing_overrides, return_stats, return_routings
-        )
+        images, routing = self.whole_groups(images, routing)
+        x, aux, stats, routings = self.through(self.stem(images, routing.valid), routing)
         follow_batch(self)
         x_BD = self.pre_logits(self.norm(x[:B].mean((2, 3)))).tanh()
-        if self.config.dropout and keys_B is not None:
-            x_BD = dropout(x_BD, self.config.dropout, mix(keys_B[:B], MAX_BLOCKS))
+        if self.config.dropout and routing.keys is not None:
+            x_BD = dropout(x_BD, self.config.dropout, mix(routing.keys[:B], MAX_BLOCKS))
         return Output({"logits": self.head(x_BD)}, aux, stats, routings)
 
 

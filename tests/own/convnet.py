@@ -10,7 +10,6 @@ from typing import Literal
 from torch import Tensor, nn
 
 from moe import (
-    AS_TRAINED,
     MLP,
     Head,
     ImageModelConfig,
@@ -19,7 +18,7 @@ from moe import (
     MoELayer,
     Output,
     PositiveInt,
-    RoutingOverrides,
+    RoutingInput,
     UnitOutput,
     with_experts,
     without_experts,
@@ -53,22 +52,12 @@ class ConvBlock(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.mlp = MoELayer(moe, dim=width, hidden=4 * width, block=index) if moe else MLP(width, 4 * width)
 
-    def forward(
-        self,
-        x: Tensor,
-        valid_B: Tensor,
-        keys_B: Tensor | None = None,
-        overrides: RoutingOverrides = AS_TRAINED,
-        return_stats: bool = False,
-        return_routing: bool = False,
-    ) -> UnitOutput:
+    def forward(self, x: Tensor, routing: RoutingInput) -> UnitOutput:
         tokens_BSD = self.norm(self.conv(x).flatten(2).transpose(1, 2))
         if not isinstance(self.mlp, MoELayer):
             return without_experts(x + self.mlp(tokens_BSD).transpose(1, 2).view_as(x))
-        y_BSD, routing = self.mlp(
-            tokens_BSD, valid_B, keys_B, overrides, return_stats or return_routing, True
-        )
-        return with_experts(x + y_BSD.transpose(1, 2).view_as(x), routing, return_routing=return_routing)
+        y_BSD, routed = self.mlp(tokens_BSD, *routing[:3], routing.stats or routing.routings, True)
+        return with_experts(x + y_BSD.transpose(1, 2).view_as(x), routed, routing)
 
 
 class ConvNet(Model[ConvNetConfig]):
@@ -85,18 +74,8 @@ class ConvNet(Model[ConvNetConfig]):
     def units(self) -> Sequence[nn.Module]:
         return [*self.blocks]
 
-    def forward(
-        self,
-        images: Tensor,
-        valid_B: Tensor | None = None,
-        keys_B: Tensor | None = None,
-        routing_overrides: RoutingOverrides = AS_TRAINED,
-        return_stats: bool = False,
-        return_routings: bool = False,
-    ) -> Output:
-        padded, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B, routing_overrides)
-        x, aux, stats, routings = self.through(
-            self.stem(padded), valid_B, keys_B, routing_overrides, return_stats, return_routings
-        )
+    def output(self, images: Tensor, routing: RoutingInput) -> Output:
+        padded, routing = self.whole_groups(images, routing)
+        x, aux, stats, routings = self.through(self.stem(padded), routing)
         logits = self.head(self.norm(x[: len(images)].mean((2, 3))))
         return Output({"logits": logits}, aux, stats, routings)

@@ -19,6 +19,7 @@ from moe.layer import MoEConfig
 from moe.model import Activations, Costs, Model, ModelConfig, Output, begins_so, unit_shapes
 from moe.models.vit import ViTConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routing import RoutingInput
 from wings.image_text.text_tower import TextConfig
 
 TEXT_SALT = 1 << 20  # of keys for the noise of the text tower; smaller salts are blocks'
@@ -152,34 +153,24 @@ class TwoTowers(Model[TwoTowersConfig]):
         inside = {tower + name: n for tower, m in towers.items() for name, n in m.layers_above().items()}
         return dict.fromkeys(dict(self.named_parameters()), 0) | inside
 
-    def forward(
-        self,
-        images: Tensor | ImageText,
-        valid_B: Tensor | None = None,
-        keys_B: Tensor | None = None,
-        routing_overrides: RoutingOverrides = AS_TRAINED,
-        return_stats: bool = False,
-        return_routings: bool = False,
-    ) -> Output:
+    def output(self, images: Tensor | ImageText, routing: RoutingInput) -> Output:
         """Embeds images, texts, or both. The heads ``image`` and ``text`` are (B, D), of any length; those of
         an input that is None are left out. ``scale`` (B, 2) has the logarithm of the factor, and the bias.
 
         Raises ValueError as other models do.
         """
         inputs = images if isinstance(images, ImageText) else ImageText(images)
-        overrides = self.config._overrides(routing_overrides)
+        overrides = self.config._overrides(routing.overrides)
         heads, outputs = dict[str, Tensor](), list[Output]()
         if inputs.images is not None:
             z_BD = inputs.images
             if z_BD.ndim > 2:
-                outputs.append(
-                    _run(self.image, z_BD, valid_B, keys_B, overrides[0], return_stats, return_routings)
-                )
+                outputs.append(_run(self.image, z_BD, routing._replace(overrides=overrides[0])))
                 (z_BD,) = outputs[-1].heads.values()
             heads["image"] = self.project_image(z_BD) if self.config.embed_dim else z_BD
         if inputs.tokens is not None:
-            keys = None if keys_B is None else mix(keys_B, TEXT_SALT)
-            found = _run(self.text, inputs.tokens, valid_B, keys, overrides[1], return_stats, return_routings)
+            keys = None if routing.keys is None else mix(routing.keys, TEXT_SALT)
+            found = _run(self.text, inputs.tokens, routing._replace(keys=keys, overrides=overrides[1]))
             outputs.append(found)
             heads["text"] = self.project_text(found.heads["pooled"])
         rows = len(next(iter(heads.values())))
@@ -221,20 +212,12 @@ def image_features(config: ModelConfig) -> int:
     return shape[1]
 
 
-def _run(
-    tower: Model,
-    inputs: Tensor,
-    valid_B: Tensor | None,
-    keys_B: Tensor | None,
-    overrides: RoutingOverrides,
-    return_stats: bool,
-    return_routings: bool,
-) -> Output:
+def _run(tower: Model, inputs: Tensor, routing: RoutingInput) -> Output:
     if any(param.requires_grad for param in tower.parameters()):
-        return tower(inputs, valid_B, keys_B, overrides, return_stats, return_routings)
+        return tower(inputs, *routing)
     tower.eval()
     with torch.no_grad():
-        output = tower(inputs, valid_B, None, overrides, return_stats, return_routings)
+        output = tower(inputs, *routing._replace(keys=None))
     return output._replace(aux=torch.zeros_like(output.aux))
 
 

@@ -19,6 +19,7 @@ from moe.overrides import RoutingOverrides
 from moe.parallel import ParallelConfig, build_whole
 from moe.presets import PRESETS
 from moe.routers import SoftConfig
+from moe.routing import RoutingInput
 from tests.moe.parts import randn
 
 SOFT = MoEConfig(layers="last_2", num_experts=4, router=SoftConfig(), residual=False)
@@ -112,7 +113,7 @@ def test_a_block_of_convolutions_by_its_definition() -> None:
     factor = mixed("excite", F.silu(mixed("squeeze", h.mean((1, 2), keepdim=True)))).sigmoid()
     pooled = torch.stack([x[0, :, r : r + 2, c : c + 2].mean((1, 2)) for r in (0, 2) for c in (0, 2)], 1)
     expected = mixed("project", factor * h) + mixed("shortcut.project", pooled.view(4, 2, 2))
-    torch.testing.assert_close(block(x, torch.ones(1)).x[0], expected)
+    torch.testing.assert_close(block(x, RoutingInput(torch.ones(1))).x[0], expected)
 
 
 def test_attention_knows_the_offset_of_two_places() -> None:
@@ -198,7 +199,7 @@ def test_without_the_skip_connection_the_last_block_is_its_experts() -> None:
     with torch.no_grad():
         for param in model.blocks[-1].mlp.experts.parameters():
             param.zero_()
-    assert model.blocks[-1](randn(2, 16, 2, 2), torch.ones(2)).x.abs().max() == 0
+    assert model.blocks[-1](randn(2, 16, 2, 2), RoutingInput(torch.ones(2))).x.abs().max() == 0
 
 
 def test_dropout_is_of_the_heads_input_and_of_training() -> None:

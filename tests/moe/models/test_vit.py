@@ -17,6 +17,7 @@ from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS, create_model
 from moe.routers import ExpertChoiceConfig, ReLUConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
+from moe.routing import RoutingInput
 from tests.lanes import mostly_slow
 from tests.moe.parts import KINDS, build_vit, each_kind, each_model, images, randn, vit_config
 
@@ -271,7 +272,7 @@ def test_drop_path_skips_branches_of_an_image(router):
     assert abs((kept_2B > 0).float().mean() - 0.6) < 0.13
     both = kept_2B.bool().float() @ kept_2B.bool().float().T / 64
     assert abs(both[0, 1] - 0.36) < 0.18, "the branches of an image are drawn apart"
-    out = block(tokens, valid, keys_B).x
+    out = block(tokens, RoutingInput(valid, keys_B)).x
     assert torch.equal((out == tokens).all((1, 2)), (kept_2B == 0).all(0))
 
 
