@@ -8,6 +8,7 @@ from moe.encoder import Block
 from moe.layer import MoEConfig
 from moe.models.vit import ViTConfig
 from moe.routers import SoftConfig
+from moe.routing import RoutingInput
 from orchestrator.data.plan import Plan
 from tests.golden_report import Arrays, Meta, Report, block_state
 
@@ -31,7 +32,7 @@ def block(z: Arrays, meta: Meta, report: Report) -> None:
     ).double()
     ours.load_state_dict(block_state(weights, {"phi_DEC": weights["phi"]} if soft else None))
     valid_B, keep_2B = torch.ones(len(z["x"])), torch.stack([z["keep_attention"], z["keep_mlp"]])
-    y = ours(z["x"], valid_B, _keys(ours, keep_2B)).x
+    y = ours(z["x"], RoutingInput(valid_B, _keys(ours, keep_2B))).x
     report.close("y", y, z["y"])
     report.close("y - x", y - z["x"], z["y"] - z["x"])
 
