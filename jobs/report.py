@@ -1,4 +1,4 @@
-"""Draw the frontier of a sweep again from its directory, and send MLflow what it lacks, or serve MLflow's pages.
+"""Draw the frontier of a sweep again from its directory, and update MLflow, or serve MLflow's pages.
 
 python jobs/report.py --name quickstart
 python jobs/report.py --name quickstart --out /tmp/report --tracking-uri http://host:5000
