@@ -42,7 +42,7 @@ class ShotsConfig(EvaluationConfig):
 
         if on.split != "val":
             raise UsageError("`split` does nothing with `shots`: train gives the shots, val is tested")
-        results = dict[str, FewShotResult]()
+        results: dict[str, FewShotResult] = {}
         for model in on.models:
             paths, batch_size = on.paths(model), on.batch_size
             try:
