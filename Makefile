@@ -57,7 +57,7 @@ docs: setup  ## these pages as a site, with a reference that is made from the co
 	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site --bind 127.0.0.1 8000"
 
 ui: setup  ## MLflow on http://127.0.0.1:5000, or on another PORT; prints the links to runs and models
-	@$(BIN)/python jobs/ui.py --port $(PORT)
+	@$(BIN)/python jobs/report.py --serve --port $(PORT)
 
 clean:  ## what can be made again; not ./runs
 	rm -rf .venv build site *.egg-info .pytest_cache .ruff_cache .hypothesis

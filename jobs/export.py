@@ -287,7 +287,6 @@ def print_exported(out: str, weights: str) -> None:
     from safetensors import safe_open
 
     from moe.cost import num_params
-    from moe.exported import load
     from moe.model import ModelConfig
     from orchestrator import storage
     from orchestrator.codec import read_config
@@ -300,7 +299,7 @@ def print_exported(out: str, weights: str) -> None:
     params = num_params(read_config(ModelConfig, json.loads(metadata["config"])["model"]))
     size = (storage.size(weights) or 0) / 1e6
     print(f"{weights}: {what}, {tensors} tensors, {params:,} parameters, {size:.1f} MB")
-    print(f"from {load.__module__} import load; model = load({out!r})")
+    print(f"from moe import load; model = load({out!r})")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.sweeps.driver import SweepOptions
 from orchestrator.sweeps.queue import Job, TrialQueue
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.training import train as training
 from tests.made_directories import begin, end
 from tests.orchestrator.effects import NUMBERS
 
@@ -95,10 +96,13 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
         patch.object(driver, "publish", drawn),
         patch.object(driver, "following", lambda followers, *_: followed.extend(followers) or nullcontext()),
         patch.object(driver, "SystemMetrics", lambda *_: nullcontext()),
-        patch.object(driver, "check_original", lambda *_: None),
+        patch.object(training, "check_original", lambda *_: None),
         patch.object(driver, "check_resources", lambda *_: None),
         patch.object(driver, "linear_baseline", lambda run: {}),
-        patch.object(driver, "Sync", lambda *_: SimpleNamespace(where="MLflow", update=lambda **_: [])),
+        *(
+            patch.object(each, "Sync", lambda *_: SimpleNamespace(where="MLflow", update=lambda **_: []))
+            for each in (driver, training)
+        ),
         patch.object(driver, "fit", lambda *_: "it ended"),
         patch.object(sweep_run, "most_resources", lambda: {"CPU": 4.0}),
         patch.object(sweep_run, "run_jobs", run_jobs),

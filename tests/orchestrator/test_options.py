@@ -51,7 +51,7 @@ def configs() -> dict[str, type]:
     found, waiting = dict[str, type](), list[type]([RunConfig, Sweep, SweepOptions])
     while waiting:
         cls = waiting.pop()
-        if cls.__name__ not in found and cls.__module__.split(".")[0] in ("moe", "orchestrator"):
+        if cls.__name__ not in found and cls.__module__.split(".")[0] in ("moe", "orchestrator", "wings"):
             found[cls.__name__] = cls
             waiting += [
                 member

@@ -22,7 +22,7 @@ from tests.mlflow_reader import RunInfo, children, find_sweep, newest_of
 from tests.orchestrator.as_one import train_on_ranks
 from wings.jobs import finetune
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = ("model.width=16", "model.mlp_dim=32", "model.moe.num_experts=4", "train.steps=4", "train.lr=5e-3")
 Call = Callable[..., tuple[str, str]]
 
