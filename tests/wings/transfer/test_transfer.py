@@ -65,6 +65,7 @@ def test_mistakes_are_one_line(empty_home: Path, call: Call, digits: str) -> Non
     call(train.main, "--name", "small", "--data", digits, *sets)
     mistakes = {
         ("nothing", "--shots", "1"): "no trained model 'nothing'",
+        ("small", "--shots", "1", "--split", "train"): "--split does nothing with --shots: train gives",
         ("small", "--shots", "0"): "shots must be different numbers from 1, got [0]",
         ("small", "--shots", "1", "--data", "/nowhere"): "no data set at /nowhere",
     }
