@@ -243,7 +243,8 @@ class Output(NamedTuple):
     Attributes:
         heads: name -> (B, ..) float32; a classifier has ``logits``, (B, num_classes).
         aux: scalar, the routers' auxiliary losses: mean over groups, sum over layers.
-        stats: routing statistics, name -> (MoE layers,), detached; empty unless requested.
+        stats: routing statistics, name -> (MoE layers,), or (MoE layers, E) of those per expert; detached;
+            empty unless requested.
         routings: one routing per MoE layer if requested, else ().
     """
 

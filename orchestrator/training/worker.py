@@ -32,7 +32,7 @@ from orchestrator.errors import UsageError
 from orchestrator.records import at_its_place
 from orchestrator.runs.contents import moved, recorded_at
 from orchestrator.runs.metrics_file import Metrics, MetricsWriter
-from orchestrator.runs.run_directory import Result, RunDir
+from orchestrator.runs.run_directory import ROUTING, Result, RunDir, write_json
 from orchestrator.threads import set_threads
 from orchestrator.training.average import Average
 from orchestrator.training.features import can_be_stored, with_features
@@ -50,6 +50,7 @@ from orchestrator.training.metrics import (
 )
 from orchestrator.training.profile import profiled
 from orchestrator.training.progress import Progress
+from orchestrator.training.routing_table import parted, routing_table
 
 log = logging.getLogger(__name__)
 Report = Callable[[int, Metrics], None]
@@ -231,6 +232,7 @@ class Worker:
         """Completes the metrics of a step, and records and reports them."""
         run = self.run
         fingerprint, bad = self.samples.gather()
+        values, of_table = parted(values)
         values |= self.utilization.read() | self._costs(step)
         flops_per_s = values["perf/images_per_s"] * self.flops_per_image
         values |= model_flops_utilization(flops_per_s, run.scale.workers)
@@ -245,6 +247,8 @@ class Worker:
         if self.metrics_file:
             if bad:
                 write_csv(RunDir.of(run).bad_images, DecodeError._fields, bad)
+            if of_table:
+                write_json(RunDir.of(run).file(ROUTING), routing_table(of_table, run.model, step))
             self.metrics_file.report(step, self.progress.metrics)
         if step != self._pauses_at:  # else its evaluation follows
             self._report(step, self.progress.metrics)
