@@ -98,7 +98,7 @@ orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrat
     orchestrator.config_file orchestrator.costs orchestrator.data orchestrator.output orchestrator.plugins
     orchestrator.records orchestrator.runs orchestrator.storage orchestrator.tasks orchestrator.threads
     orchestrator.training
-orchestrator.training.train: orchestrator.config orchestrator.data orchestrator.estimate
+orchestrator.training.train: orchestrator.codec orchestrator.config orchestrator.data orchestrator.estimate
     orchestrator.packing orchestrator.runs orchestrator.storage orchestrator.tracking orchestrator.training
 orchestrator.training.console: orchestrator.config orchestrator.frontier.points orchestrator.output
     orchestrator.runs

@@ -26,7 +26,7 @@ from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.models import classes_at_start
 from orchestrator.checkpoint.start import start_report
-from orchestrator.codec import override, read_config
+from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.augment.base import at
 from orchestrator.data.fields import check_fields
@@ -120,7 +120,13 @@ def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: i
         ray.train.TrainingFailedError: when workers died more often than they are replaced.
         Stopped: if it was asked to save and stop, by a notice or in its directory.
     """
-    run = start(run)
+    return fit_started(start(run), report, until=until)
+
+
+def fit_started(
+    run: RunConfig, report: Report = lambda step, metrics: None, *, until: int | None = None
+) -> Result:
+    """Trains a run that `start` has returned, as `fit` does."""
     own = RunDir.of(run)
     if (result := own.result()) is not None:
         return result
@@ -150,7 +156,10 @@ def start(run: RunConfig, mode: StartMode = "auto", labels: Mapping[str, str] | 
     was = RunDir.of(run).record()
     digest = open_manifest(run.data.path).digest(was.data_digest if was else "")
     record = acquire_run_dir(run, digest, mode, labels)
-    return override(run, {"data.lanes": read_config(RunConfig, record.config).lane_count()})
+    if record.config == to_dict(run):
+        return run
+    lanes = read_config(RunConfig, record.config).lane_count()
+    return run if lanes == run.lane_count() else override(run, {"data.lanes": lanes})
 
 
 def fit_on_workers(
@@ -228,6 +237,7 @@ def resize(run: RunConfig, workers: int) -> RunConfig | None:
         "scale.min_workers": min(workers, run.scale.min_workers),
         "scale.ep": ep,
         "scale.dp_replicate": copies,
+        "data.lanes": run.lane_count(),
         "train.microbatch": max(images, default=share),
     }
     try:

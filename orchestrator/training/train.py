@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Literal, get_args
 
 from orchestrator import storage
+from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.estimate import resolve_auto
@@ -24,7 +24,7 @@ from orchestrator.tracking.sync import Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.cluster import connect
 from orchestrator.training.console import StepLines
-from orchestrator.training.fit import check_data, check_start, decided_by_data, fit, start
+from orchestrator.training.fit import check_data, check_start, decided_by_data, fit_started, start
 from orchestrator.training.resources import check_resources, check_shared, is_inline
 from orchestrator.training.worker import Report
 
@@ -33,10 +33,18 @@ log = logging.getLogger(__name__)
 Mode = Literal["auto", "resume", "fresh"]
 
 
+def resolved(run: RunConfig) -> RunConfig:
+    """Returns the run as it is trained: without a data set on the digits, with what its data decide, and with
+    values for what is ``auto``. A run that has all of that is returned as it is.
+    """
+    return resolve_auto(with_data(run))
+
+
 def with_data(run: RunConfig) -> RunConfig:
     """Returns the run, without a data set on the digits, with what its data decide."""
-    path = run.data.path or digits(run.storage)
-    return decided_by_data(replace(run, data=replace(run.data, path=path)))
+    if not run.data.path:
+        run = override(run, {"data.path": digits(run.storage)})
+    return decided_by_data(run)
 
 
 def _silent(*_: object) -> None: ...
@@ -72,7 +80,7 @@ def train(
     check_kind(directory, "run")
     if mode == "resume" and RunDir(directory).record() is None:
         check_resumable(directory, mode)
-    run = resolve_auto(with_data(run))
+    run = resolved(run)
     check_data(run)
     check_start(run)
     lines = StepLines(run) if progress is True else None
@@ -84,12 +92,12 @@ def train(
         check_resources(run)
     store = store or open_store(run.storage)
     with working_in(directory, mode, store):
-        start(run, "resume" if mode == "resume" else "auto", {**made_by(), **(labels or {})})
+        run = start(run, "resume" if mode == "resume" else "auto", {**made_by(), **(labels or {})})
         if not is_inline(run):
             say(f"starting {run.scale.workers} workers, which load libraries first ..")
         followers = [Sync(store, directory), *(tracker.follow(directory) for tracker in trackers)]
         with following(followers), SystemMetrics(directory), recording_errors(directory):
-            return fit(run, report)
+            return fit_started(run, report)
 
 
 @contextmanager
