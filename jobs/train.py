@@ -271,7 +271,6 @@ def train(flags: RunFlags) -> None:
     from orchestrator.config import RunConfig
     from orchestrator.runs.run_directory import RunDir
     from orchestrator.training.fit import check_data
-    from orchestrator.training.resources import is_inline
     from orchestrator.training.train import resolved, train as train_run
 
     if flags.asks_for_fields():
@@ -280,7 +279,7 @@ def train(flags: RunFlags) -> None:
     run = resolved(flags.applied(RunConfig()))
     check_data(run, verify=flags.verify)
     print(f"{run.name}: {describe_model(run.model)}, {describe_data(run)}", flush=True)
-    if not is_inline(run):
+    if not run.inline:
         connect()
     store = flags.places.open_store()
     try:

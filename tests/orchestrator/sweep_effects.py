@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from jobs._sweep_plan import printed_costs
+from orchestrator import tracking
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.costs import computed
@@ -95,7 +96,7 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
         patch.object(driver, "publish", drawn),
         patch.object(driver, "following", lambda followers, *_: followed.extend(followers) or nullcontext()),
         patch.object(driver, "SystemMetrics", lambda *_: nullcontext()),
-        patch.object(driver, "check_original", lambda *_: None),
+        patch.object(tracking, "check_original", lambda *_: None),
         patch.object(driver, "check_resources", lambda *_: None),
         patch.object(driver, "linear_baseline", lambda run: {}),
         patch.object(driver, "Sync", lambda *_: SimpleNamespace(where="MLflow", update=lambda **_: [])),
