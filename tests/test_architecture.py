@@ -100,9 +100,9 @@ orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrat
     orchestrator.config_file orchestrator.costs orchestrator.data orchestrator.output orchestrator.plugins
     orchestrator.records orchestrator.runs orchestrator.storage orchestrator.tasks orchestrator.threads
     orchestrator.training
-orchestrator.training.train: orchestrator.config orchestrator.data orchestrator.estimate
+orchestrator.training.train: orchestrator.codec orchestrator.config orchestrator.data orchestrator.estimate
     orchestrator.packing orchestrator.runs orchestrator.storage orchestrator.tracking orchestrator.training
-orchestrator.training.console: orchestrator.config orchestrator.frontier.points orchestrator.output
+orchestrator.training.console: orchestrator.config orchestrator.output
     orchestrator.runs
 orchestrator.runs: moe.model orchestrator.checkpoint orchestrator.codec orchestrator.config
     orchestrator.config_file orchestrator.data orchestrator.plugins orchestrator.records orchestrator.runs
@@ -113,10 +113,10 @@ orchestrator.training.cleaner:
 orchestrator.training.heartbeat:
 orchestrator.frontier: orchestrator.costs orchestrator.frontier
 orchestrator.frontier.pareto:
-orchestrator.frontier.points: moe.model orchestrator.frontier.pareto
+orchestrator.frontier.points: moe.model orchestrator.frontier.pareto orchestrator.output
 orchestrator.frontier.paired: orchestrator.frontier.points
 orchestrator.frontier.claims: orchestrator.frontier.paired orchestrator.frontier.points
-orchestrator.frontier.figure: moe.guests orchestrator.costs orchestrator.frontier.points
+orchestrator.frontier.figure: moe.guests orchestrator.costs orchestrator.frontier.points orchestrator.output
 orchestrator.frontier.drawing: orchestrator.frontier.figure
 orchestrator.frontier.published: moe.guests orchestrator.frontier
 orchestrator.sweeps: moe orchestrator
@@ -151,7 +151,7 @@ ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orch
     orchestrator.evaluation.sharded
     orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.planning.machines
     orchestrator.planning.preflight orchestrator.sweeps.scheduler
-    orchestrator.training.cleaner orchestrator.training.cluster orchestrator.training.fit
+    orchestrator.training.cleaner orchestrator.training.cluster orchestrator.training.elastic
     orchestrator.training.gauges orchestrator.training.heartbeat orchestrator.training.launch
     orchestrator.training.resources orchestrator.training.torch_trainer
 mlflow: orchestrator.tracking

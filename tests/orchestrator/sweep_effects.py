@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from jobs._sweep_plan import printed_costs
+from orchestrator import tracking
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.costs import computed
@@ -23,7 +24,6 @@ from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.sweeps.driver import SweepOptions
 from orchestrator.sweeps.queue import Job, TrialQueue
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training import train as training
 from tests.made_directories import begin, end
 from tests.orchestrator.effects import NUMBERS
 
@@ -96,12 +96,12 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
         patch.object(driver, "publish", drawn),
         patch.object(driver, "following", lambda followers, *_: followed.extend(followers) or nullcontext()),
         patch.object(driver, "SystemMetrics", lambda *_: nullcontext()),
-        patch.object(training, "check_original", lambda *_: None),
+        patch.object(tracking, "check_original", lambda *_: None),
         patch.object(driver, "check_resources", lambda *_: None),
         patch.object(driver, "linear_baseline", lambda run: {}),
         *(
             patch.object(each, "Sync", lambda *_: SimpleNamespace(where="MLflow", update=lambda **_: []))
-            for each in (driver, training)
+            for each in (driver, tracking)
         ),
         patch.object(driver, "fit", lambda *_: "it ended"),
         patch.object(sweep_run, "most_resources", lambda: {"CPU": 4.0}),
