@@ -21,7 +21,7 @@ setup: .venv/.installed
 sweep: setup  ## train the arms of the sweep `quickstart`, write its frontier
 	$(BIN)/python jobs/pareto_sweep.py
 
-test: setup  ## the logic, on real parts; docs/testing.md describes the three lanes
+test: setup  ## the logic, on real parts; docs/trust.md describes the three lanes
 	$(PYTEST)
 
 test-smoke: setup  ## one of each kind that takes long: kills, a lost node, a submitted job; wants Chromium

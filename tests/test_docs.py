@@ -30,9 +30,12 @@ from tests.commands import check_settings, flags_of
 from tests.parts import png
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "SECURITY")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 TUTORIALS = (  # each line is run in one shell, in a copy of the project
-    ("first_frontier.md", "read_a_frontier.md", "../README.md"),
+    ("first_frontier.md", "../README.md"),
     ("own_images.md",),
     ("own_router.md",),
     ("own_model.md",),
