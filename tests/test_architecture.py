@@ -85,7 +85,7 @@ orchestrator.data.augment: moe.config orchestrator.data.augment
 orchestrator.data.parquet: orchestrator.storage
 orchestrator.data.images: moe.signature orchestrator.data.augment orchestrator.data.undecodable
 orchestrator.data.undecodable:
-orchestrator.packing: moe.config moe.tokenizers orchestrator.data orchestrator.packing orchestrator.plugins
+orchestrator.packing: moe.config moe.guests moe.tokenizers orchestrator.data orchestrator.packing orchestrator.plugins
     orchestrator.storage
 orchestrator.packing.offsets:
 orchestrator.packing.listing: orchestrator.data.images orchestrator.storage
