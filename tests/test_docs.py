@@ -177,8 +177,10 @@ def script(page: Path, copy: Path) -> str:
 @pytest.mark.parametrize("pages", TUTORIALS, ids=lambda pages: Path(pages[0]).stem)
 def test_tutorials_run(pages: tuple[str, ...], tmp_path: Path) -> None:
     copy = tmp_path / "project"
-    leave = ignore_patterns(".*", "__pycache__", "runs", "site")
-    copytree(ROOT, copy, ignore=leave)
+    leave = ignore_patterns(".*", "__pycache__", "site")
+    copytree(
+        ROOT, copy, ignore=lambda at, names: leave(at, names) | ({"runs"} if Path(at) == ROOT else set())
+    )
     (copy / ".venv").symlink_to(sys.prefix)
     # What README takes for the user's own: images by class, and photos.
     for number in range(240):
