@@ -85,8 +85,8 @@ orchestrator.data.augment: moe.config orchestrator.data.augment
 orchestrator.data.parquet: orchestrator.storage
 orchestrator.data.images: moe.signature orchestrator.data.augment orchestrator.data.undecodable
 orchestrator.data.undecodable:
-orchestrator.packing: moe.config moe.guests moe.tokenizers orchestrator.data orchestrator.packing orchestrator.plugins
-    orchestrator.storage
+orchestrator.packing: moe.config moe.guests moe.tokenizers orchestrator.data orchestrator.packing
+    orchestrator.plugins orchestrator.storage
 orchestrator.packing.offsets:
 orchestrator.packing.listing: orchestrator.data.images orchestrator.storage
 orchestrator.packing.labels: moe.config.did_you_mean
@@ -142,7 +142,7 @@ jobs._record: jobs._cli orchestrator
 jobs._list: jobs._cli moe orchestrator
 jobs._describe: moe orchestrator
 jobs._sweep_plan: jobs._cli orchestrator
-bench: moe orchestrator papers
+bench: moe orchestrator papers wings
 """)
 EVERYWHERE = "orchestrator.errors"  # imports nothing itself
 # Library: where it may be imported.

@@ -118,6 +118,9 @@ def commands(script: str) -> Iterator[list[str]]:
             command.append(word)
 
 
+JOB = re.compile(r"((papers|wings)/)?jobs/\w+\.py")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_parse_or_need_something_that_is_named(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -135,7 +138,7 @@ def test_commands_parse_or_need_something_that_is_named(
             continue
         for command in commands(block.text):
             program, rest = command[0], command[1:]
-            job = next((word for word in command if re.fullmatch(r"(\w+/)?jobs/\w+\.py", word)), None)
+            job = next((word for word in command if JOB.fullmatch(word)), None)
             if job:
                 words = command[command.index(job) + 1 :]
                 try:
