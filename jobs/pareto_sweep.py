@@ -205,7 +205,7 @@ class SweepFlags:
         from orchestrator.codec import override
         from orchestrator.sweeps.catalog import SWEEPS
         from orchestrator.sweeps.sweep import Trunk
-        from orchestrator.training.fit import decided_by_data
+        from orchestrator.training.train import with_data
 
         if not self.has_data() and not self.plan:
             raise UsageError(f"--sweep {self.sweep} --scale {self.scale} has no data of its own: give --data")
@@ -224,7 +224,7 @@ class SweepFlags:
         if self.models and from_models:
             sweep = from_models(sweep, models_of(self.models, self.run.places))
         if self.has_data():
-            sweep = sweep.based_on(decided_by_data(sweep.base))
+            sweep = sweep.based_on(with_data(sweep.base))
         if self.quality:
             sweep = replace(sweep, quality=self.quality)
             if self.quality.startswith("fewshot/") and sweep.base.train.fewshot is None:

@@ -270,17 +270,16 @@ def train(flags: RunFlags) -> None:
     from jobs._describe import describe_data, describe_model
     from orchestrator.config import RunConfig
     from orchestrator.runs.run_directory import RunDir
-    from orchestrator.training.fit import check_data, decided_by_data
-    from orchestrator.training.resources import is_inline
-    from orchestrator.training.train import train as train_run
+    from orchestrator.training.fit import check_data
+    from orchestrator.training.train import resolved, train as train_run
 
     if flags.asks_for_fields():
         return print_fields(RunConfig())
     trackers = flags.trackers()
-    run = decided_by_data(flags.applied(RunConfig()))
+    run = resolved(flags.applied(RunConfig()))
     check_data(run, verify=flags.verify)
     print(f"{run.name}: {describe_model(run.model)}, {describe_data(run)}", flush=True)
-    if not is_inline(run):
+    if not run.inline:
         connect()
     store = flags.places.open_store()
     try:

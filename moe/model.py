@@ -118,6 +118,13 @@ class ModelConfig(Family, ABC, default="vit"):
         """Returns the fields of a model of data with so many classes."""
         return {}
 
+    @classmethod
+    def published(cls, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, str]] | None:
+        """Returns the model whose weights others published as tensors of these names and shapes, and the name
+        there of each of its tensors: ours -> theirs. None: they are not of this kind.
+        """
+        return None
+
     def check(self) -> None:
         """Raises ValueError for fields that do not fit each other."""
 

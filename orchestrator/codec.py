@@ -42,7 +42,7 @@ def read_config(cls: type[T], data: Mapping[str, Any]) -> T:
 
 @_usage_errors()
 def override(config: T, changes: Mapping[str, Any]) -> T:
-    """Returns `config` with dotted fields replaced: ``{"model.moe.router.k": 2}``.
+    """Returns `config` with dotted fields replaced: ``{"model.moe.router.k": 2}``; itself, if it has them.
 
     A new ``kind`` starts that member of a union from its defaults, whatever the order of the changes. A field
     below a group that is None starts the group from the default of its field, or else of its class. Entries
@@ -52,7 +52,7 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
     Raises:
         UsageError: as `read_config`.
     """
-    tree = to_dict(config)
+    tree, was = to_dict(config), to_dict(config)
     for path, value in sorted(changes.items(), key=_parents_and_kinds_first):
         node, cls, (*parents, leaf) = tree, type(config), path.split(".")
         for depth, name in enumerate(parents, start=1):
@@ -75,7 +75,7 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
         if leaf == "kind" and node.get("kind") != value:
             node.clear()
         node[leaf] = value
-    return read_config(type(config), tree)
+    return config if tree == was else read_config(type(config), tree)
 
 
 def differences(old: Any, new: Any) -> dict[str, Any]:

@@ -340,6 +340,13 @@ class RunConfig(Config):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return unpickled, (shipped(self.plugins), type(self)), self.__dict__
 
+    @property
+    def inline(self) -> bool:
+        """Whether the process that starts the run is its only worker, and reads its data itself. A GPU waits
+        for the decoding of one process, so its images are decoded on the CPUs of the cluster.
+        """
+        return self.scale.workers == 1 and not self.scale.use_gpu
+
     def ep(self) -> int:
         """Returns the number of workers that share one set of experts.
 

@@ -126,11 +126,13 @@ def resolve_auto(run: RunConfig) -> RunConfig:
     """The run with values for what is ``auto``, so that a run that is resumed goes on as it began: for
     `scale.ep` the choice of `choose`, whatever the memory, and for `train.compute_dtype` that of the devices.
     """
-    if run.scale.ep == "auto":
-        run = replace(run, scale=replace(run.scale, ep=choose(layouts(run)).ep))
-    if run.train.compute_dtype == "auto":
-        run = replace(run, train=replace(run.train, compute_dtype=run.compute_dtype()))
-    return run
+    scale, train = run.scale, run.train
+    if scale.ep == "auto":
+        scale = replace(scale, ep=choose(layouts(run)).ep)
+    if train.compute_dtype == "auto":
+        train = replace(train, compute_dtype=run.compute_dtype())
+    same = scale is run.scale and train is run.train
+    return run if same else replace(run, scale=scale, train=train)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
+IN_BITS = {"val/likelihood": "val/bits_per_byte"}  # qualities that readers know by another metric
+
 
 class UnfailingOutput:
     """A text stream that drops what cannot be written: its reader has gone (``.. | head``), its terminal was

@@ -18,9 +18,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
-from orchestrator import stores
 from orchestrator.errors import UsageError
-from orchestrator.stores import PIECE_BYTES, Version
+
+PIECE_BYTES = 16 << 20  # read at once
+
+Version = dict[str, str]  # of an object: what its storage needs to know it again
 
 _refused = set[str]()  # folders in object storages that belong to another process now
 
@@ -31,6 +33,13 @@ class Range(NamedTuple):
     content: bytes
     whole_bytes: int
     etag: str | None
+
+
+def _stores():
+    """The clients of object storages, which load for a second: who names local paths alone never does."""
+    import orchestrator.stores
+
+    return orchestrator.stores
 
 
 def absolute(location: str) -> str:
@@ -48,7 +57,7 @@ def absolute(location: str) -> str:
                 " user in it; write the path itself"
             )
         return str(Path(path).resolve())
-    stores.parse(location)
+    _stores().parse(location)
     return location
 
 
@@ -63,7 +72,7 @@ def is_local(location: str) -> bool:
 
 def can_list(location: str) -> bool:
     """Whether files there can be listed, and written; web servers and the hub only give them by name."""
-    return is_local(location) or not stores.is_read_only(location)
+    return is_local(location) or not _stores().is_read_only(location)
 
 
 def join(location: str, *names: str) -> str:
@@ -87,7 +96,7 @@ def read_range(location: str, offset: int, size: int) -> Range:
             content = os.pread(file.fileno(), size, offset)
             found = Range(content, os.fstat(file.fileno()).st_size, None)
     else:
-        found = Range(*stores.get_range(location, offset, size))
+        found = Range(*_stores().get_range(location, offset, size))
     if len(found.content) != size:
         raise OSError(f"{location} has {found.whole_bytes} bytes, not {offset + size}")
     return found
@@ -100,14 +109,14 @@ def pieces(location: str) -> Iterator[bytes]:
             while piece := file.read(PIECE_BYTES):
                 yield piece
         return
-    yield from stores.stream(location)
+    yield from _stores().stream(location)
 
 
 def write_bytes(location: str, content: bytes) -> None:
     """Writes or replaces a file: readers see the old content or the whole new content, never a part."""
     if not is_local(location):
         _check_allowed(location)
-        return stores.put_whole(location, content)
+        return _stores().put_whole(location, content)
     temporary = f"{location}.{uuid.uuid4().hex}.tmp"
     make_folder(os.path.dirname(location))
     try:
@@ -126,7 +135,7 @@ def write_new(location: str, content: bytes) -> None:
     """
     if not is_local(location):
         _check_allowed(location)
-        return stores.put_whole(location, content, new=True)
+        return _stores().put_whole(location, content, new=True)
     temporary = f"{location}.{uuid.uuid4().hex}.tmp"
     write_bytes(temporary, content)
     try:
@@ -137,7 +146,7 @@ def write_new(location: str, content: bytes) -> None:
 
 def read_with_version(location: str) -> tuple[bytes, Version]:
     """Reads an object and its version. Raises FileNotFoundError if there is none."""
-    return stores.get(location)
+    return _stores().get(location)
 
 
 def write_if(location: str, content: bytes, version: Version | None) -> Version:
@@ -147,7 +156,7 @@ def write_if(location: str, content: bytes, version: Version | None) -> Version:
     Raises:
         FileExistsError: if another process wrote or deleted the object meanwhile.
     """
-    return stores.put(location, content, version or "create")
+    return _stores().put(location, content, version or "create")
 
 
 def refuse_writes(folder: str) -> None:
@@ -180,14 +189,14 @@ def open_to_write(location: str) -> Iterator[IO[bytes]]:
 def upload(path: str, location: str) -> None:
     """Copies a local file to an object storage, in parts if it is large."""
     _check_allowed(location)
-    stores.put(location, Path(path))
+    _stores().put(location, Path(path))
 
 
 def open_to_read(location: str) -> BinaryIO:
     """Opens a file that can be read at any offset. Raises FileNotFoundError."""
     if is_local(location):
         return open(_path(location), "rb")
-    return stores.open_object(location)
+    return _stores().open_object(location)
 
 
 def make_folder(location: str) -> None:
@@ -226,7 +235,7 @@ def size(location: str) -> int | None:
     """Returns the size of a file in bytes; None if there is no such file."""
     if is_local(location):
         return os.path.getsize(_path(location)) if os.path.isfile(_path(location)) else None
-    return stores.head(location)
+    return _stores().head(location)
 
 
 def age_s(location: str) -> float:
@@ -235,7 +244,7 @@ def age_s(location: str) -> float:
     Raises:
         FileNotFoundError: if there is no such file.
     """
-    written_s = os.path.getmtime(_path(location)) if is_local(location) else stores.written_s(location)
+    written_s = os.path.getmtime(_path(location)) if is_local(location) else _stores().written_s(location)
     return time.time() - written_s
 
 
@@ -265,7 +274,7 @@ def names(location: str) -> list[str]:
             return sorted(os.listdir(_path(location)))
         except (FileNotFoundError, NotADirectoryError):
             return []
-    return stores.list_names(location)
+    return _stores().list_names(location)
 
 
 def files(location: str) -> dict[str, int]:
@@ -275,7 +284,7 @@ def files(location: str) -> dict[str, int]:
     """
     if is_local(location):
         return dict(sorted(_walk(_path(location))))
-    return stores.list_files(location)
+    return _stores().list_files(location)
 
 
 def delete(location: str) -> None:
@@ -285,7 +294,7 @@ def delete(location: str) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         return
     _check_allowed(location)
-    stores.delete_objects(location)
+    _stores().delete_objects(location)
 
 
 def delete_empty_folder(location: str) -> None:
@@ -300,7 +309,7 @@ def abort_uploads(location: str, containing: str = "") -> None:
     storages do not list theirs: Azure forgets them after a week, and for Google's a bucket needs a rule.
     """
     if not is_local(location):
-        stores.abort_multiparts(location, containing)
+        _stores().abort_multiparts(location, containing)
 
 
 def _walk(folder: str) -> Iterator[tuple[str, int]]:
@@ -318,6 +327,7 @@ def _path(location: str) -> str:
 
 
 def _check_allowed(location: str) -> None:
-    stores.refuse_read_only(location)
+    if not is_local(location):
+        _stores().refuse_read_only(location)
     if location.startswith(tuple(_refused)):
         raise PermissionError(f"{location} is not written: another process has taken over its folder")

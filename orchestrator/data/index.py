@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from orchestrator import storage
@@ -24,7 +22,6 @@ from orchestrator.data.fields import Stored
 RECORD = np.dtype([("offset", "<u8"), ("size", "<u4"), ("crc32", "<u4"), ("label", "<i4"), ("sample", "<i8")])
 PLACE = (("offset", "<u8"), ("size", "<u4"), ("crc32", "<u4"))
 NO_LABEL = -1  # in place of labels, where an image has fewer than another
-KEYS = pa.schema([("key", pa.string())])
 
 Ints = NDArray[np.int64]
 Records = NDArray[Any]  # of dtype `record_type`
@@ -114,22 +111,27 @@ def labels_of(records: Records) -> Ints:
 
 def write_index(data_set: str, split: str, shards: Iterable[IndexedShard]) -> str:
     """Writes the index of a split, shard after shard, and returns the SHA-256 of its records."""
-    digest = hashlib.sha256()
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    digest, schema = hashlib.sha256(), pa.schema([("key", pa.string())])
     storage.make_folder(data_set)
     with (
         storage.open_to_write(storage.join(data_set, f"{split}.index")) as index,
         storage.open_to_write(storage.join(data_set, f"{split}.keys")) as keys,
-        pq.ParquetWriter(keys, KEYS, compression="zstd", write_statistics=False) as writer,
+        pq.ParquetWriter(keys, schema, compression="zstd", write_statistics=False) as writer,
     ):
         for shard in shards:
             content = shard.records.tobytes()
             digest.update(content)
             index.write(content)
-            writer.write_table(pa.table([shard.keys], schema=KEYS), row_group_size=max(1, len(shard.keys)))
+            writer.write_table(pa.table([shard.keys], schema=schema), row_group_size=max(1, len(shard.keys)))
     return digest.hexdigest()
 
 
 def read_keys(data_set: str, split: str, shard: int) -> list[str]:
     """Reads the keys of a shard's images."""
+    import pyarrow.parquet as pq
+
     with storage.open_to_read(storage.join(data_set, f"{split}.keys")) as file:
         return pq.ParquetFile(file).read_row_group(shard)["key"].to_pylist()

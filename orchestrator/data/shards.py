@@ -28,7 +28,6 @@ from orchestrator.data.cache import cached, open_cached
 from orchestrator.data.images import BadImage
 from orchestrator.data.index import Ints, Records, place_of, read_keys, record_type
 from orchestrator.data.manifest import Manifest, Shard, check_digest, locate
-from orchestrator.data.parquet import unpacked_images
 from orchestrator.errors import UsageError, reason_of
 
 # Requests in flight. A core decodes some 600 images/s, and object storages answer after 0.02 to 0.2 s.
@@ -291,7 +290,9 @@ def _download(location: str, shard: Shard, to: BinaryIO) -> None:
 
 def _unpack(location: str, shard: Shard, to: BinaryIO) -> None:
     try:
-        to.writelines(unpacked_images(location))
+        import orchestrator.data.parquet as parquet
+
+        to.writelines(parquet.unpacked_images(location))
     except (OSError, ValueError):
         # Arrow raises either for a damaged file.
         with open(os.devnull, "wb") as nowhere:

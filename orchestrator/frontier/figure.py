@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from moe.guests import offered
 from orchestrator.costs import TIMES, cost_of
-from orchestrator.frontier.points import IN_BITS, UNKNOWN, Point, as_shown, front_points, quartiles
+from orchestrator.frontier.points import UNKNOWN, Point, as_shown, front_points, quartiles
+from orchestrator.output import IN_BITS
 
 Json = dict[str, Any]
 

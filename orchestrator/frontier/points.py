@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from orchestrator.errors import UsageError
 from orchestrator.frontier.pareto import hypervolume_2d, knee, pareto_front
+from orchestrator.output import IN_BITS
 
 if TYPE_CHECKING:
     from moe.model import Model
 
 UNKNOWN = "\N{EN DASH}"
-IN_BITS = {"val/likelihood": "val/bits_per_byte"}  # qualities that readers know by another metric
 TOGETHER = "images_per_group"  # the setting of `Point.together`
 SPACE = "log10 cost, 1 - quality"
 

@@ -11,13 +11,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator import storage
 from orchestrator.config import RunConfig
+from orchestrator.runs import notice
 from orchestrator.runs.run_directory import RunDir
 
 Metrics = dict[str, float]
@@ -204,6 +205,22 @@ class MetricsWriter(LineWriter):
     def report(self, step: int, metrics: Metrics) -> None:
         row = MetricsRow(step=step, images=step * self._batch_size, time_s=time.time(), metrics=metrics)
         self.append(asdict(row))
+
+
+def asked_by(own: RunDir) -> Callable[[], bool]:
+    """Returns a function to be called after each step: whether this process has got a notice, or the run's
+    directory asks to stop. It looks there from time to time.
+    """
+    due, found = time.monotonic(), False
+
+    def asked() -> bool:
+        nonlocal due, found
+        if not found and time.monotonic() > due:
+            found = storage.size(own.stop) is not None
+            due = time.monotonic() + poll_s(own.path)
+        return found or notice.given()
+
+    return asked
 
 
 def read_metrics(directory: str) -> list[MetricsRow]:

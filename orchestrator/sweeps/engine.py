@@ -25,7 +25,7 @@ from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.queue import Job, TrialQueue
 from orchestrator.sweeps.scheduler import OUTCOME, FrontierScheduler
 from orchestrator.training.fit import fit
-from orchestrator.training.resources import is_inline, run_resources
+from orchestrator.training.resources import run_resources
 
 RESTARTS = 3  # of a trial's process that dies
 PLACING_S = 60.0  # for Ray to place a group that has room
@@ -163,7 +163,7 @@ class NewTrials(Searcher):
         if (job := self.scheduler.new_job(trial_id)) is None:
             return None if self.scheduler.queue.num_running else Searcher.FINISHED
         run = job.trial.run
-        return {"run": run, "until": job.until, "need": run_resources(run) if is_inline(run) else None}
+        return {"run": run, "until": job.until, "need": run_resources(run) if run.inline else None}
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         """Does nothing: the scheduler informs the queue."""

@@ -11,7 +11,8 @@ from orchestrator import storage
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import UNDECIDED, Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
-from orchestrator.frontier.points import IN_BITS, Point, as_shown, is_complete
+from orchestrator.frontier.points import Point, as_shown, is_complete
+from orchestrator.output import IN_BITS
 from orchestrator.runs.lock import REPORT, InUse, locked, wait_for_report
 from orchestrator.runs.measurements import table
 from orchestrator.runs.run_directory import kind_of

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import gcd
 from typing import Any, Literal, cast
 
@@ -147,6 +148,8 @@ class Sweep(Config):
 
     def based_on(self, base: RunConfig) -> "Sweep":
         """Returns the sweep with another base, whose task decides the quality unless the sweep does."""
+        if base is self.base:
+            return self
         own = "" if self.quality == self.base.task.quality else self.quality
         return replace(self, base=base, quality=own)
 
@@ -162,34 +165,54 @@ class Sweep(Config):
         Args:
             drawn: further arms, which a search has drawn: name -> dotted changes of the base.
         """
+        more = {arm: changes for arm, changes in (drawn or {}).items() if arm not in self.arms}
         found: dict[str, Trial] = {}
-        for arm, changes in {**(drawn or {}), **self.changes}.items():
+        for trial in (*self._trials_of(more), *self._own):
+            if trial.name in found:
+                raise UsageError(f"arms {found[trial.name].arm!r} and {trial.arm!r} both make {trial.name!r}")
+            found[trial.name] = trial
+        return found
+
+    @cached_property
+    def _own(self) -> list[Trial]:
+        """The trials of the named arms. A sweep is frozen, so they are made once."""
+        return self._trials_of(self.changes)
+
+    @cached_property
+    def _on_its_devices(self) -> RunConfig:
+        """The base with the data type of its devices, for arms that are trained on the same."""
+        dtype = self.base.compute_dtype()
+        return replace(self.base, train=replace(self.base.train, compute_dtype=dtype))
+
+    def _trials_of(self, arms: Mapping[str, Mapping[str, Any]]) -> list[Trial]:
+        found: list[Trial] = []
+        for arm, changes in arms.items():
             if not re.fullmatch(r"[A-Za-z0-9][\w.@+-]*", arm):
                 raise UsageError(f"arm {arm!r}: use letters, digits and . _ - + @, for it names a directory")
-            for trial in self.of_arm(arm, changes):
-                if trial.name in found:
-                    raise UsageError(f"arms {found[trial.name].arm!r} and {arm!r} both make {trial.name!r}")
-                found[trial.name] = trial
+            found += self.of_arm(arm, changes)
         return found
 
     def of_arm(self, arm: str, changes: Mapping[str, Any]) -> list[Trial]:
         """The trials of one arm: for each seed itself, or its trunk and their branches."""
-        found: list[Trial] = []
-        run = trial_config(self.base, arm, changes)
+        found, run = list[Trial](), None
+        base = self.base if any(field.startswith("scale") for field in changes) else self._on_its_devices
         for seed in self.seeds or (None,):
             name, seeded = arm, dict(changes)
             if seed is not None:
                 name, seeded = f"{arm}-seed{seed}", {**changes, "train.seed": seed}
-                run = replace(run, name=trial_name(self.base, name), train=replace(run.train, seed=seed))
+            if run is None:
+                run = trial_config(base, name, seeded, arm)
+            elif seed is not None:
+                run = replace(run, name=trial_name(base, name), train=replace(run.train, seed=seed))
             if self.trunk is None:
                 found.append(Trial(name=name, arm=arm, changes=seeded, run=run))
                 continue
             changed, first = seeded | self.trunk.changes(run), f"{name}-trunk"
-            trunk = trial_config(self.base, first, changed)
+            trunk = trial_config(base, first, changed)
             found.append(Trial(name=first, arm=arm, changes=changed, run=trunk, role="trunk"))
             for step in self.trunk.at:
                 cooled, branch = seeded | self.trunk.branch_changes(trunk, step), f"{name}-at{step}"
-                own = trial_config(self.base, branch, cooled)
+                own = trial_config(base, branch, cooled)
                 found.append(Trial(name=branch, arm=f"{arm}-at{step}", changes=cooled, run=own, after=first))
         return found
 
@@ -235,12 +258,12 @@ def trial_name(base: RunConfig, trial: str) -> str:
     return f"{base.name}/trials/{trial}"
 
 
-def trial_config(base: RunConfig, name: str, changes: Mapping[str, Any]) -> RunConfig:
-    """The run of one trial. Raises UsageError naming the trial whose config is refused."""
+def trial_config(base: RunConfig, name: str, changes: Mapping[str, Any], arm: str = "") -> RunConfig:
+    """The run of one trial. Raises UsageError naming the trial, or its `arm`, whose config is refused."""
     try:
         return resolve_auto(override(base, {**changes, "name": trial_name(base, name)}))
     except UsageError as error:
-        raise UsageError(f"arm {name}: {error}") from None
+        raise UsageError(f"arm {arm or name}: {error}") from None
 
 
 # `router` and `capacity` say these

@@ -1,8 +1,9 @@
 """Trackers: projections of the directories of runs and sweeps. Only this package knows MLflow. To add another
-kind, write its file and import its config here: it joins by its kind.
+kind, write its file and name its config in ``__init__.pyi``: it joins by its kind.
+
+Names are imported when they are first used: MLflow takes seconds to load.
 """
 
-from orchestrator.tracking.base import Follower, TrackerConfig
-from orchestrator.tracking.tensorboard import TensorBoardConfig
+import lazy_loader
 
-__all__ = ["Follower", "TensorBoardConfig", "TrackerConfig"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

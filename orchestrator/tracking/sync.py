@@ -37,7 +37,6 @@ from orchestrator.tracking.projection import (
     measured_scalars,
     reading,
 )
-from orchestrator.tracking.registry import log_checkpoint, register
 from orchestrator.tracking.store import Tracking, open_tracking, redact_uri
 
 log = logging.getLogger(__name__)
@@ -143,12 +142,14 @@ class Sync(Follower):
         record, summary = SweepDir(self.directory).record(), SweepDir(self.directory).summary()
         if record is None or not summary or not self._tracking.has_models:
             return
+        import orchestrator.tracking.registry as registry
+
         models = {}
         for alias, model in summary.get("aliases", {}).items():
             trial = SweepDir(self.directory).trial(record.trials[model["run"]])
             if mirror := self._mirrors.get(trial.path):
                 models[alias] = (mirror.run_id, {**model, "uri": trial.file(model["checkpoint"])})
-        register(self._tracking, sweep.name, models, key=record.key, directory=self.directory)
+        registry.register(self._tracking, sweep.name, models, key=record.key, directory=self.directory)
 
     def _forget(self) -> None:
         """Forgets what MLflow had."""
@@ -273,9 +274,11 @@ class Sync(Follower):
     def _send_checkpoint(self, mirror: _Mirror, shown: Projection, result: Result) -> None:
         uri = storage.join(shown.directory, result.checkpoint)
         if mirror.tags.get("checkpoint") != uri:
+            import orchestrator.tracking.registry as registry
+
             step = result.step * int(shown.params["data.batch_size"])
             finite = {name: v for name, v in result.metrics.items() if math.isfinite(v)}
-            log_checkpoint(
+            registry.log_checkpoint(
                 self._tracking,
                 mirror.run_id,
                 name=shown.tags.get("trial", shown.name),

@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from orchestrator.config import RunConfig
-from orchestrator.frontier.points import IN_BITS
-from orchestrator.output import UnfailingOutput, duration
+from orchestrator.output import IN_BITS, UnfailingOutput, duration
 from orchestrator.runs.metrics_file import Metrics
 
 STILL_S = 90  # without a report, or three times as long as between two of them, until a line says so

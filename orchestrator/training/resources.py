@@ -34,13 +34,6 @@ def pin_to_this_node() -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def is_inline(run: RunConfig) -> bool:
-    """Returns whether the process that starts the run is its only worker, and reads its data itself. A GPU
-    waits for the decoding of one process, so its images are decoded on the CPUs of the cluster.
-    """
-    return run.scale.workers == 1 and not run.scale.use_gpu
-
-
 def worker_resources(run: RunConfig) -> dict[str, float]:
     """Returns what one worker reserves; its images are decoded on the rest of the cluster."""
     return ({"GPU": 1} if run.scale.use_gpu else {}) | {"CPU": run.scale.cpus_per_worker}
@@ -53,7 +46,7 @@ def placement(run: RunConfig) -> str:
 
 def run_resources(run: RunConfig) -> dict[str, float]:
     """Returns what a run keeps busy: its workers, and the CPU that decodes for them."""
-    if is_inline(run):
+    if run.inline:
         return {"CPU": 1}
     need = {name: amount * run.scale.workers for name, amount in worker_resources(run).items()}
     return need | {"CPU": need["CPU"] + CPU_FOR_DATA}

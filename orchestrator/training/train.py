@@ -1,31 +1,24 @@
 """Trains one run, and keeps its trackers up to date. Commands and notebooks call this."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Literal, get_args
 
-from orchestrator import storage
+from orchestrator import storage, tracking
+from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.estimate import resolve_auto
-from orchestrator.packing.pack import digits
 from orchestrator.runs import notice
 from orchestrator.runs.lock import locked, wait_for_report
 from orchestrator.runs.measurements import made_by
 from orchestrator.runs.metrics_file import poll_s
 from orchestrator.runs.run_directory import Result, RunDir, check_kind, check_resumable
-from orchestrator.tracking.base import TrackerConfig, following, update_now
-from orchestrator.tracking.find import check_original
-from orchestrator.tracking.lost import open_store
-from orchestrator.tracking.store import Tracking
-from orchestrator.tracking.sync import Sync
-from orchestrator.tracking.system import SystemMetrics
-from orchestrator.training.cluster import connect
 from orchestrator.training.console import StepLines
-from orchestrator.training.fit import check_data, check_start, decided_by_data, fit, start
-from orchestrator.training.resources import check_resources, check_shared, is_inline
+from orchestrator.training.fit import check_data, check_start, decided_by_data, fit_started, start
 from orchestrator.training.worker import Report
 
 log = logging.getLogger(__name__)
@@ -33,10 +26,20 @@ log = logging.getLogger(__name__)
 Mode = Literal["auto", "resume", "fresh"]
 
 
+def resolved(run: RunConfig) -> RunConfig:
+    """Returns the run as it is trained: without a data set on the digits, with what its data decide, and with
+    values for what is ``auto``. A run that has all of that is returned as it is.
+    """
+    return resolve_auto(with_data(run))
+
+
 def with_data(run: RunConfig) -> RunConfig:
     """Returns the run, without a data set on the digits, with what its data decide."""
-    path = run.data.path or digits(run.storage)
-    return decided_by_data(replace(run, data=replace(run.data, path=path)))
+    if not run.data.path:
+        import orchestrator.packing.pack as pack
+
+        run = override(run, {"data.path": pack.digits(run.storage)})
+    return decided_by_data(run)
 
 
 def _silent(*_: object) -> None: ...
@@ -47,9 +50,9 @@ def train(
     *,
     mode: Mode = "auto",
     progress: bool | Report = True,
-    store: Tracking | None = None,
+    store: tracking.Tracking | None = None,
     labels: Mapping[str, str] | None = None,
-    trackers: Iterable[TrackerConfig] = (),
+    trackers: Iterable[tracking.TrackerConfig] = (),
 ) -> Result:
     """Trains one run to its end, from its newest checkpoint if it has one, and shows it in MLflow.
 
@@ -72,28 +75,31 @@ def train(
     check_kind(directory, "run")
     if mode == "resume" and RunDir(directory).record() is None:
         check_resumable(directory, mode)
-    run = resolve_auto(with_data(run))
+    run = resolved(run)
     check_data(run)
     check_start(run)
     lines = StepLines(run) if progress is True else None
     say: Callable[[str], None] = lines.say if lines else _silent
     report: Report = lines.show if lines else _silent if isinstance(progress, bool) else progress
-    if not is_inline(run):
-        connect(say)
-        check_shared(run.storage)
-        check_resources(run)
-    store = store or open_store(run.storage)
+    if not run.inline:
+        import orchestrator.training.cluster as cluster
+        import orchestrator.training.resources as resources
+
+        cluster.connect(say)
+        resources.check_shared(run.storage)
+        resources.check_resources(run)
+    store = store or tracking.open_store(run.storage)
     with working_in(directory, mode, store):
-        start(run, "resume" if mode == "resume" else "auto", {**made_by(), **(labels or {})})
-        if not is_inline(run):
+        run = start(run, "resume" if mode == "resume" else "auto", {**made_by(), **(labels or {})})
+        if not run.inline:
             say(f"starting {run.scale.workers} workers, which load libraries first ..")
-        followers = [Sync(store, directory), *(tracker.follow(directory) for tracker in trackers)]
-        with following(followers), SystemMetrics(directory), recording_errors(directory):
-            return fit(run, report)
+        followers = [tracking.Sync(store, directory), *(tracker.follow(directory) for tracker in trackers)]
+        with tracking.following(followers), tracking.SystemMetrics(directory), recording_errors(directory):
+            return fit_started(run, report)
 
 
 @contextmanager
-def working_in(directory: str, mode: Mode, store: Tracking) -> Iterator[None]:
+def working_in(directory: str, mode: Mode, store: tracking.Tracking) -> Iterator[None]:
     """Locks the directory, and takes a request there to stop as a notice. What was there is moved aside if
     `mode` is ``fresh``, and ends in MLflow.
 
@@ -102,9 +108,9 @@ def working_in(directory: str, mode: Mode, store: Tracking) -> Iterator[None]:
     """
     wait_for_report(directory)
     with notice.on_interrupt(), locked(directory, fresh=mode == "fresh") as aside:
-        if aside and (missing := update_now(Sync(store, aside))):
+        if aside and (missing := tracking.update_now(tracking.Sync(store, aside))):
             log.warning("MLflow may still show what is now %s as running: %s", aside, missing)
-        check_original(store, directory)
+        tracking.check_original(store, directory)
         request = RunDir(directory)
         storage.delete(request.stop)  # of an earlier process
         with notice.on_request(request.asked_for_good, poll_s(directory)):

@@ -34,9 +34,6 @@ from orchestrator.runs.contents import moved, recorded_at
 from orchestrator.runs.metrics_file import Metrics, MetricsWriter
 from orchestrator.runs.run_directory import ROUTING, Result, RunDir, write_json
 from orchestrator.threads import set_threads
-from orchestrator.training.average import Average
-from orchestrator.training.features import can_be_stored, with_features
-from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, due, evaluate, good_enough, run_steps
 from orchestrator.training.metrics import (
     CostCounters,
@@ -99,22 +96,26 @@ class Worker:
         self.device = torch.device("cuda" if run.scale.use_gpu else "cpu")
         self.model = build_model(run, self.device, seed=None)
         self.optimizer = run.train.optimizer.build(self.model)
-        self.average = Average(run.train.ema, self.optimizer, self._first_inputs) if run.train.ema else None
+        self.average = self.fewshot = None
+        if run.train.ema:
+            import orchestrator.training.average as averages
+
+            self.average = averages.Average(run.train.ema, self.optimizer, self._first_inputs)
         rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.first = rank == 0
         self.training, self.validation = (open_stream(run, s, rank, workers) for s in ("train", "val"))
-        self.fewshot = FewShot(run, run.train.fewshot, rank, workers) if run.train.fewshot else None
+        if run.train.fewshot:
+            import orchestrator.training.fewshot as fewshot
+
+            self.fewshot = fewshot.FewShot(run, run.train.fewshot, rank, workers)
         self.checkpoints = Checkpoints(RunDir.of(run).checkpoints, run.checkpoint)
         self.signature = to_dict(signature_of_run(run))
         self._pauses_at: int | None = None
         self.done, self.progress, self._resumed = self._begin()
         if self.average:
             self.average.updates = self.done
-        if can_be_stored(run):
-            streams = (
-                with_features(each, self.model, self.device) for each in (self.training, self.validation)
-            )
-            (self.training, self.validation), self._read = streams, in_process
+        if run.train.freeze:
+            self._store_features()
         self.metrics_file = MetricsWriter(run) if self.first else None
         if self.metrics_file and self.done:
             self.metrics_file.resumed(self.done)
@@ -123,6 +124,16 @@ class Worker:
         self.utilization = UtilizationMonitor()
         self.flops_per_image = train_flops_6mac(run.model, images=1)
         self.samples = SampleTracker(fingerprint=self.progress.fingerprint, bad=self.progress.bad)
+
+    def _store_features(self) -> None:
+        import orchestrator.training.features as features
+
+        if features.can_be_stored(self.run):
+            streams = (self.training, self.validation)
+            self.training, self.validation = (
+                features.with_features(each, self.model, self.device) for each in streams
+            )
+            self._read = in_process
 
     def _begin(self) -> tuple[int, Progress, Metrics]:
         """Sets the model's weights: from the run's newest checkpoint, else from the run that it branches

@@ -40,7 +40,7 @@ from orchestrator.errors import UsageError
 from orchestrator.packing.pack import Sample, write_shards
 from orchestrator.runs.metrics_file import Metrics
 from orchestrator.runs.run_directory import RunDir, acquire_run_dir
-from orchestrator.training import fit, launch, loop, worker as worker_module
+from orchestrator.training import elastic, launch, loop, worker as worker_module
 from orchestrator.training.dry_run import fake_ranks
 from orchestrator.training.loop import evaluate, train_step
 from orchestrator.training.resources import run_resources
@@ -340,9 +340,9 @@ def waits(run: RunConfig) -> list[tuple[int, float]]:
         return False
 
     nothing: Any = SimpleNamespace(want=lambda *_: None)
-    with patch.object(fit, "can_schedule", full):
+    with patch.object(elastic, "can_schedule", full):
         try:
-            fit.fit_on_workers(run, nothing, nothing, None, [])
+            elastic.fit_on_workers(run, nothing, nothing, None, [])
         except _AskedError:
             return asked
     raise AssertionError("it does not wait")

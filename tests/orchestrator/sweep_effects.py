@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from jobs._sweep_plan import printed_costs
+from orchestrator import tracking
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.costs import computed
@@ -95,10 +96,13 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
         patch.object(driver, "publish", drawn),
         patch.object(driver, "following", lambda followers, *_: followed.extend(followers) or nullcontext()),
         patch.object(driver, "SystemMetrics", lambda *_: nullcontext()),
-        patch.object(driver, "check_original", lambda *_: None),
+        patch.object(tracking, "check_original", lambda *_: None),
         patch.object(driver, "check_resources", lambda *_: None),
         patch.object(driver, "linear_baseline", lambda run: {}),
-        patch.object(driver, "Sync", lambda *_: SimpleNamespace(where="MLflow", update=lambda **_: [])),
+        *(
+            patch.object(each, "Sync", lambda *_: SimpleNamespace(where="MLflow", update=lambda **_: []))
+            for each in (driver, tracking)
+        ),
         patch.object(driver, "fit", lambda *_: "it ended"),
         patch.object(sweep_run, "most_resources", lambda: {"CPU": 4.0}),
         patch.object(sweep_run, "run_jobs", run_jobs),

@@ -1,5 +1,7 @@
 """The names that `from orchestrator import ..` and `from moe import ..` offer."""
 
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -20,3 +22,21 @@ def test_a_function_is_found_beside_a_module_of_its_name() -> None:
     for package in (moe, orchestrator):
         modules = {path.stem for path in Path(package.__file__ or "").parent.iterdir()}
         assert not modules & {*package.__all__}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Returns the modules that a new process has after a statement."""
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {*done.stdout.split()}
+
+
+def test_what_is_loaded_to_read_a_config_and_to_train_one_model() -> None:
+    """Heavy libraries load where they are used, and one model does not need the whole house."""
+    config, train = map(
+        loaded_by, ("import orchestrator.config", "from orchestrator import RunConfig, train")
+    )
+    assert not config & {"boto3", "obstore", "pyarrow", "torchvision", "PIL", "mlflow", "ray"}
+    assert not train & {"boto3", "obstore", "pyarrow", "mlflow", "ray", "sklearn"}
+    ours = [name for name in train if name.partition(".")[0] in ("moe", "orchestrator", "wings", "papers")]
+    assert len(ours) <= 110, sorted(ours)

@@ -22,6 +22,13 @@ Mixing = tuple[float, int, int, int, int]
 UNMIXED: Mixing = (1, 0, 0, 0, 0)
 
 
+def tv():
+    """Returns the functions of torchvision, which take a second to load: who changes no pixels never does."""
+    import torchvision.transforms.v2.functional
+
+    return torchvision.transforms.v2.functional
+
+
 class Box(NamedTuple):
     top: int
     left: int

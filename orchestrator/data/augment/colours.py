@@ -12,10 +12,9 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional as tv
 
 from moe.config import Bound
-from orchestrator.data.augment.base import AugmentationConfig
+from orchestrator.data.augment.base import AugmentationConfig, tv
 from orchestrator.data.augment.randaugment import SIDE
 
 Portion = Annotated[float, Bound(">", 0), Bound("<=", 1)]
@@ -30,15 +29,15 @@ class ThreeAugmentConfig(AugmentationConfig):
     def apply(self, image: Tensor, rng: Random) -> Tensor:
         match rng.randrange(3):
             case 0:
-                return tv.rgb_to_grayscale(image, num_output_channels=3)
+                return tv().rgb_to_grayscale(image, num_output_channels=3)
             case 1:
-                return tv.solarize(image, 128)
+                return tv().solarize(image, 128)
             case _:
                 height, width = image.shape[1:]
                 # Reflected borders are narrower than the image.
                 kernel = min(17, 2 * min(height, width) - 1)
                 sigma = rng.uniform(0.1, 2) * width / SIDE
-                return tv.gaussian_blur(image, [kernel, kernel], [sigma, sigma])
+                return tv().gaussian_blur(image, [kernel, kernel], [sigma, sigma])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class ColorJitterConfig(AugmentationConfig):
     strength: Portion = 0.3
 
     def apply(self, image: Tensor, rng: Random) -> Tensor:
-        for adjust in rng.sample((tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation), 3):
+        for adjust in rng.sample((tv().adjust_brightness, tv().adjust_contrast, tv().adjust_saturation), 3):
             image = adjust(image, rng.uniform(1 - self.strength, 1 + self.strength))
         return image
 
@@ -75,7 +74,7 @@ class RandomErasingConfig(AugmentationConfig):
             h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < h < height and 0 < w < width:
                 noise = torch.frombuffer(bytearray(rng.randbytes(3 * h * w)), dtype=torch.uint8).view(3, h, w)
-                return tv.erase(
+                return tv().erase(
                     image, rng.randrange(height - h + 1), rng.randrange(width - w + 1), h, w, noise
                 )
         return image

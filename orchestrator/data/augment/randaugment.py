@@ -16,10 +16,9 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional as tv
 
 from moe.config import Bound
-from orchestrator.data.augment.base import AugmentationConfig
+from orchestrator.data.augment.base import AugmentationConfig, tv
 
 SIDE = 224  # pixels of the images that the published ranges are for
 GREY = 128
@@ -48,17 +47,17 @@ class RandAugmentConfig(AugmentationConfig):
 
 
 OPERATIONS: dict[str, Operation] = {
-    "AutoContrast": lambda image, part, rng: tv.autocontrast(image),
-    "Equalize": lambda image, part, rng: tv.equalize(image),
-    "Invert": lambda image, part, rng: tv.invert(image),
-    "Rotate": lambda image, part, rng: tv.rotate(image, _signed(30 * part, rng), fill=[GREY]),
+    "AutoContrast": lambda image, part, rng: tv().autocontrast(image),
+    "Equalize": lambda image, part, rng: tv().equalize(image),
+    "Invert": lambda image, part, rng: tv().invert(image),
+    "Rotate": lambda image, part, rng: tv().rotate(image, _signed(30 * part, rng), fill=[GREY]),
     # A shift by all eight bits is a shift by seven in TensorFlow.
-    "Posterize": lambda image, part, rng: tv.posterize(image, min(8, max(1, int(4 * part)))),
-    "Solarize": lambda image, part, rng: tv.solarize(image, int(256 * part) % 256),
-    "Color": lambda image, part, rng: tv.adjust_saturation(image, _factor(part)),
+    "Posterize": lambda image, part, rng: tv().posterize(image, min(8, max(1, int(4 * part)))),
+    "Solarize": lambda image, part, rng: tv().solarize(image, int(256 * part) % 256),
+    "Color": lambda image, part, rng: tv().adjust_saturation(image, _factor(part)),
     "Contrast": lambda image, part, rng: _contrasted(image, _factor(part)),
-    "Brightness": lambda image, part, rng: tv.adjust_brightness(image, _factor(part)),
-    "Sharpness": lambda image, part, rng: tv.adjust_sharpness(image, _factor(part)),
+    "Brightness": lambda image, part, rng: tv().adjust_brightness(image, _factor(part)),
+    "Sharpness": lambda image, part, rng: tv().adjust_sharpness(image, _factor(part)),
     "ShearX": lambda image, part, rng: _moved(image, shear_x=_signed(0.3 * part, rng)),
     "ShearY": lambda image, part, rng: _moved(image, shear_y=_signed(0.3 * part, rng)),
     "TranslateX": lambda image, part, rng: _moved(image, x=_signed(100 * part, rng)),
@@ -86,7 +85,7 @@ def _moved(image: Tensor, *, x: float = 0, y: float = 0, shear_x: float = 0, she
     height, width = image.shape[1:]
     translate: list[float] = [round(x * width / SIDE), round(y * height / SIDE)]
     shear = [math.degrees(math.atan(shear_x)), math.degrees(math.atan(shear_y))]
-    return tv.affine(image, angle=0, translate=translate, scale=1, shear=shear, center=[0, 0], fill=[GREY])
+    return tv().affine(image, angle=0, translate=translate, scale=1, shear=shear, center=[0, 0], fill=[GREY])
 
 
 def _cut_out(image: Tensor, half: float, rng: Random) -> Tensor:

@@ -20,6 +20,8 @@ from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps import run as sweep_run
 from orchestrator.sweeps.run import keep_weights_only
 from orchestrator.sweeps.sweep import Sweep, Trunk, trial_config
+from orchestrator.training.fit import start
+from orchestrator.training.train import resolved
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
 from tests.orchestrator.frontier.samples import point
@@ -123,3 +125,18 @@ def test_the_run_of_a_seed_is_its_changes_of_the_base(sweep: Sweep) -> None:
 def test_a_seed_that_no_run_takes_is_refused(sweep: Sweep) -> None:
     with pytest.raises(ValueError, match=r"seeds must be .*, and -1 must not be negative, got \(2, -1\)"):
         replace(sweep, seeds=(2, -1))
+
+
+def test_configs_are_built_once(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One config for each trial of a sweep, however often it is asked for them, and none for a run that is
+    resolved already."""
+    sweep = replace(sweep, arms=ARMS | {"dense": {}}, trunk=None, seeds=(0, 1, 2))
+    made, checked = list[RunConfig](), RunConfig.__post_init__
+    monkeypatch.setattr(RunConfig, "__post_init__", lambda run: (made.append(run), checked(run))[1])
+    runs = [sweep.runs(), sweep.runs()][1]
+    assert len(made) == len(runs) + 1  # and the base on its devices
+    run = runs["soft-seed0"]
+    assert sweep.based_on(sweep.base) is sweep
+    assert resolved(run) is run
+    assert start(run) is run
+    assert len(made) == len(runs) + 1

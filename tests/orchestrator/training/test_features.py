@@ -18,7 +18,7 @@ from orchestrator.packing.pack import write_shards
 from orchestrator.runs.metrics_file import Metrics
 from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.catalog import make_sweep
-from orchestrator.training import features, worker
+from orchestrator.training import features
 from orchestrator.training.features import can_be_stored
 from orchestrator.training.fit import check_start, decided_by_data
 from orchestrator.training.worker import train_worker
@@ -95,7 +95,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *, break_at: int | None = None) -> 
 def test_stored_features_train_as_the_tower_does(lit: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "ROWS", ROWS)
     stored = trained(lit)
-    with patch.object(worker, "can_be_stored", lambda run: False):
+    with patch.object(features, "can_be_stored", lambda run: False):
         computed = trained(replace(lit, name="computed"))
     for step, values in computed.items():
         assert compared(stored[step]) == pytest.approx(compared(values), rel=1e-5), step

@@ -26,18 +26,16 @@ from orchestrator.packing.pack import Sample, write_shards
 from orchestrator.runs import notice
 from orchestrator.runs.metrics_file import read_metrics
 from orchestrator.runs.run_directory import RunDir
-from orchestrator.training import fit as fit_file
-from orchestrator.training.fit import (
+from orchestrator.training import elastic
+from orchestrator.training.elastic import (
     ATTEMPTS,
     MissingWorkers,
     cause_of,
-    check_data,
-    fit,
     fit_on_workers,
     largest_schedulable,
     resize,
-    start,
 )
+from orchestrator.training.fit import check_data, fit, start
 from orchestrator.training.heartbeat import HeartbeatMonitor
 from orchestrator.training.worker import Report
 from tests.lanes import mostly_slow
@@ -262,10 +260,10 @@ def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
         tried.append(len(tried))
         raise RayError("a worker died")
 
-    monkeypatch.setattr(fit_file, "can_schedule", lambda *_, **__: True)
-    monkeypatch.setattr(fit_file, "_train_on", die)
-    monkeypatch.setattr(fit_file.RunDir, "result", lambda _: len(tried) == 2 * ATTEMPTS)
-    monkeypatch.setattr(fit_file.manifests, "steps", lambda _: tried if saves else [])
+    monkeypatch.setattr(elastic, "can_schedule", lambda *_, **__: True)
+    monkeypatch.setattr(elastic, "_train_on", die)
+    monkeypatch.setattr(elastic.RunDir, "result", lambda _: len(tried) == 2 * ATTEMPTS)
+    monkeypatch.setattr(elastic.manifests, "steps", lambda _: tried if saves else [])
     with nullcontext() if saves else pytest.raises(RayError):
         fit_on_workers(run, MissingWorkers(), HeartbeatMonitor(run.name), None, [])
     assert len(tried) == (2 * ATTEMPTS if saves else ATTEMPTS)
@@ -275,12 +273,12 @@ def test_every_worker_stops_when_the_first_is_asked(run, monkeypatch):
     """One that went on alone would wait for the others. Here it is the second worker, which reads no file."""
     stops = []
     second = SimpleNamespace(get_world_rank=lambda: 1)
-    monkeypatch.setattr(fit_file.ray.train, "get_context", lambda: second)
-    monkeypatch.setattr(fit_file.ray.train, "get_preemption_info", lambda: None)
-    monkeypatch.setattr(fit_file, "sum_over_ranks", lambda asked: asked + 1)  # the first is asked
-    monkeypatch.setattr(fit_file, "train_worker", lambda *_, should_stop, **__: stops.append(should_stop()))
+    monkeypatch.setattr(elastic.ray.train, "get_context", lambda: second)
+    monkeypatch.setattr(elastic.ray.train, "get_preemption_info", lambda: None)
+    monkeypatch.setattr(elastic, "sum_over_ranks", lambda asked: asked + 1)  # the first is asked
+    monkeypatch.setattr(elastic, "train_worker", lambda *_, should_stop, **__: stops.append(should_stop()))
     start(run)
-    fit_file._train_worker_on_ray({"run": run, "until": None, "feeds": [], "heartbeats": None})
+    elastic._train_worker_on_ray({"run": run, "until": None, "feeds": [], "heartbeats": None})
     assert stops == [True]
 
 
@@ -328,6 +326,6 @@ def test_groups_of_experts_and_copies_of_the_model_shrink_when_they_must():
 @pytest.mark.parametrize(("available", "chosen"), [(7, 4), (2, 2), (1, None)])
 def test_as_many_workers_as_are_available_and_allowed(available, chosen, monkeypatch):
     """8, 4, 2 and 1 workers divide the batch; `min_workers=2` forbids the last."""
-    monkeypatch.setattr(fit_file, "can_schedule", lambda run, within_s: run.scale.workers <= available)
+    monkeypatch.setattr(elastic, "can_schedule", lambda run, within_s: run.scale.workers <= available)
     found = largest_schedulable(eight_workers(**{"scale.min_workers": 2}))
     assert (found and found.scale.workers) == chosen

@@ -13,7 +13,6 @@ from orchestrator.training import resources
 from orchestrator.training.resources import (
     DECLARED,
     check_resources,
-    is_inline,
     most_resources,
     on_every_node,
     placement,
@@ -52,7 +51,7 @@ def test_too_many_workers_are_refused_with_the_arithmetic(monkeypatch):
 )
 def test_only_one_worker_without_a_gpu_reads_its_own_data(workers, use_gpu, inline, need):
     run = override(RunConfig(), {"scale.workers": workers, "scale.use_gpu": use_gpu})
-    assert is_inline(run) == inline
+    assert run.inline == inline
     assert run_resources(run) == need
 
 
