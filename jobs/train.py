@@ -103,6 +103,20 @@ class RunFlags:
 
         return read_toml(self.config, self.places.root()) if self.config else {}
 
+    def check_fields(self, base: RunConfig) -> None:
+        """Raises UsageError for a --set of a field that `base` has not, before libraries are loaded that data
+        and weights need. What another model decides is left to `changes`.
+        """
+        from orchestrator.codec import override
+
+        if self.model or self.config or self.init_from or "model" in dict(self.set):
+            return
+        try:
+            override(base, dict(self.set))
+        except UsageError as error:
+            if str(error).startswith("unknown field") and not self.asks_for_fields():
+                raise
+
     def applied(self, base: RunConfig) -> RunConfig:
         """`base` with the changes of the flags."""
         from orchestrator.codec import override
@@ -267,8 +281,10 @@ def train(flags: RunFlags) -> None:
 
     if flags.list:
         return print_models()
-    from jobs._describe import describe_data, describe_model
     from orchestrator.config import RunConfig
+
+    flags.check_fields(RunConfig())
+    from jobs._describe import describe_data, describe_model
     from orchestrator.runs.run_directory import RunDir
     from orchestrator.training.fit import check_data
     from orchestrator.training.train import resolved, train as train_run

@@ -6,18 +6,18 @@ because parallel models would disturb each other. Models take turns in several r
 node's speed affects all of them alike.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import ray
 import torch
-from ray.exceptions import RayTaskError
 from torch import Tensor, nn
 
 from moe.cost import forward_gflops_2mac
@@ -36,11 +36,13 @@ from orchestrator.data.stream import Split, in_order, in_process, prefetched
 from orchestrator.evaluation.answers import AnswerFigures, KeptAnswers
 from orchestrator.evaluation.points import point_name
 from orchestrator.evaluation.scores import Scores, evaluate_at, on_this_rank
-from orchestrator.evaluation.sharded import Sharding
 from orchestrator.evaluation.spellings import relabelled
 from orchestrator.tasks import TaskConfig
 from orchestrator.threads import one_thread
 from orchestrator.training.metrics import device_sync
+
+if TYPE_CHECKING:
+    from orchestrator.evaluation.sharded import Sharding
 
 WARM_UP = 3  # untimed passes of each operating point
 ROUNDS = 3  # of timing
@@ -215,7 +217,11 @@ def evaluate_all(tasks: Sequence[EvalTask]) -> Iterator[tuple[EvalTask, list[Row
     for task in tasks:
         if task.sharding:
             yield task, _rows(task)
-    evaluate: Any = _evaluate.options(num_gpus=_gpus())  # pyright: ignore[reportAttributeAccessIssue]
+    if all(task.sharding for task in tasks):
+        return
+    import ray
+
+    evaluate: Any = ray.remote(num_cpus=1, num_gpus=_gpus())(_rows)
     running = {evaluate.remote(task): task for task in tasks if not task.sharding}
     while running:
         (done,), _ = ray.wait(list(running))
@@ -231,7 +237,9 @@ def benchmark_all(tasks: Sequence[EvalTask], *, repeats: int) -> Iterator[tuple[
             timed = task.on_model(_times, repeats=ROUNDS * repeats)
             yield task, [_time_row([latency]) for latency in timed]
     if alone := [task for task in tasks if not task.sharding]:
-        clock: Any = _Clock.options(num_gpus=_gpus()).remote()
+        import ray
+
+        clock: Any = ray.remote(num_cpus=1, num_gpus=_gpus())(_Clock).remote()
         yield from in_rounds(alone, lambda task: _result(clock.time.remote(task, repeats)))
 
 
@@ -297,9 +305,6 @@ def _rows(task: EvalTask) -> list[Row]:
     return rows
 
 
-_evaluate = ray.remote(num_cpus=1)(_rows)
-
-
 def _unchanged_scores(model: Model, task: EvalTask) -> list[Scores]:
     before = hash_of_bits(model)
     scores = evaluate_at(model, task.model.run.task, task.images(), task.points)
@@ -312,18 +317,22 @@ def _times(model: Model, task: EvalTask, repeats: int) -> list[Latency]:
     return latencies(model, inputs, task.points, repeats=repeats)
 
 
-@ray.remote(num_cpus=1)
 class _Clock:
     def time(self, task: EvalTask, repeats: int) -> list[Latency]:
         return task.on_model(_times, repeats=repeats)
 
 
 def _result(reference: Any) -> Any:
+    import ray
+    import ray.exceptions
+
     try:
         return ray.get(reference)
-    except RayTaskError as error:
+    except ray.exceptions.RayTaskError as error:
         raise error.cause from None
 
 
 def _gpus() -> int:
+    import ray
+
     return 1 if ray.cluster_resources().get("GPU") else 0

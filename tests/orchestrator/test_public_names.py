@@ -40,3 +40,14 @@ def test_what_is_loaded_to_read_a_config_and_to_train_one_model() -> None:
     assert not train & {"boto3", "obstore", "pyarrow", "mlflow", "ray", "sklearn"}
     ours = [name for name in train if name.partition(".")[0] in ("moe", "orchestrator", "wings", "papers")]
     assert len(ours) <= 110, sorted(ours)
+
+
+def test_a_typo_is_named_before_data_and_weights_are_thought_of() -> None:
+    loaded = loaded_by(
+        "from jobs.train import RunFlags, train; from jobs._cli import Places\n"
+        "from orchestrator.errors import UsageError\n"
+        "try: train(RunFlags(set=(('model.widht', 3),), places=Places()))\n"
+        "except UsageError as error: assert \"did you mean 'width'\" in str(error)\n"
+        "else: raise AssertionError"
+    )
+    assert not loaded & {"orchestrator.training.fit", "orchestrator.packing.pack", "pyarrow", "ray", "mlflow"}
