@@ -21,7 +21,7 @@ setup: .venv/.installed
 sweep: setup  ## train the arms of the sweep `quickstart`, write its frontier
 	$(BIN)/python jobs/pareto_sweep.py
 
-test: setup  ## the logic, on real parts; docs/testing.md describes the three lanes
+test: setup  ## the logic, on real parts; docs/trust.md describes the three lanes
 	$(PYTEST)
 
 test-smoke: setup  ## one of each kind that takes long: kills, a lost node, a submitted job; wants Chromium
@@ -57,7 +57,7 @@ docs: setup  ## these pages as a site, with a reference that is made from the co
 	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site --bind 127.0.0.1 8000"
 
 ui: setup  ## MLflow on http://127.0.0.1:5000, or on another PORT; prints the links to runs and models
-	@$(BIN)/python jobs/ui.py --port $(PORT)
+	@$(BIN)/python jobs/report.py --serve --port $(PORT)
 
 clean:  ## what can be made again; not ./runs
 	rm -rf .venv build site *.egg-info .pytest_cache .ruff_cache .hypothesis

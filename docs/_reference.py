@@ -23,7 +23,7 @@ from moe.codec import dataclasses_of, hints_of, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.costs import known_costs
 from orchestrator.tasks import TaskConfig
-from orchestrator.training.metrics import METRICS
+from orchestrator.training.metrics import described_metrics
 
 HELP_WIDTH = "92"
 
@@ -120,7 +120,7 @@ def help_of(command: str) -> str:
 
 
 def metrics_page() -> str:
-    metrics = {name: (cost.unit, cost.meaning) for name, cost in known_costs().items()} | METRICS
+    metrics = {name: (cost.unit, cost.meaning) for name, cost in known_costs().items()} | described_metrics()
     for task in TaskConfig.kinds.values():
         metrics |= task.described
     rows = (f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in metrics.items())

@@ -278,7 +278,7 @@ class Evaluation:
     def path(self, model: ModelRef) -> str:
         """The location of the images for a model. Raises UsageError for several data sets."""
         if len(self.data) > 1:
-            raise UsageError(f"{len(self.data)} times --data: several data sets are for evaluate --shots")
+            raise UsageError(f"{len(self.data)} times --data: this takes one data set")
         return self.paths(model)[0]
 
     def images(

@@ -6,12 +6,14 @@ argparse reads the flags, because its errors are one line each; a dataclass carr
 import argparse
 import dataclasses
 import difflib
+import inspect
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from moe.config import Family, members
 from orchestrator.errors import UsageError
 
 T = TypeVar("T")
@@ -22,10 +24,6 @@ MODEL = (
     " exported file or folder, models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID of MLflow"
 )
 MODELS = f"{MODEL}, or sweep:NAME for its finished trials"
-POINT = (
-    "routing.k=1, routing.capacity=0.3, routing.priority=none|max|sum, routing.experts=2 (the best 2 of each"
-    " group) or [0,5] (these), routing.images_per_group=1, routing.random_blocks=[1]"
-)
 
 
 def flag(
@@ -63,13 +61,24 @@ def parse(flags: type[T], doc: str | None, *, epilog: str = "") -> T:
     """The checked flags of `sys.argv`. Wrong flags end the process with one line and exit code 2."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(description=doc, epilog=epilog, formatter_class=raw)
-    needed = [action for action in _add_flags(parser, parser, flags) if action.required]
+    try:
+        actions = _add_flags(parser, parser, flags)
+    except argparse.ArgumentError as error:  # a plugin's field is called as a flag of the command
+        parser.error(str(error))
+    needed = [action for action in actions if action.required]
     words = [" ".join([*a.option_strings, a.metavar or a.dest.upper()]) for a in needed]  # pyright: ignore
     parser.usage = " ".join(["%(prog)s", *words, "[flags]"])
     try:
         return _build(flags, vars(parser.parse_args()))
     except UsageError as error:
         parser.error(str(error))
+
+
+def early(name: str) -> list[str]:
+    """Returns the values of a flag that decides which others there are."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(_dashed(name), action="append", default=[])
+    return vars(parser.parse_known_args()[0])[name]
 
 
 def near(word: str, known: Iterable[str]) -> str:
@@ -93,18 +102,101 @@ def _add_flags(parser: _Parser, group: Any, flags: type) -> list[argparse.Action
     actions, hints = [], get_type_hints(flags)
     for field in dataclasses.fields(flags):
         kind = hints[field.name]
-        if dataclasses.is_dataclass(kind):
+        if _is_family(kind):
+            _add_members(parser, kind)
+        elif dataclasses.is_dataclass(kind):
             assert isinstance(kind, type)
             actions += _add_flags(parser, parser.add_argument_group(kind.__doc__), kind)
         else:
             options = dict(field.metadata)
             positional = options.pop("positional")
-            name = field.name if positional else f"--{field.name.replace('_', '-')}"
+            name = field.name if positional else _dashed(field.name)
             options = _options(kind, field.default, **options)
             if not positional:
                 options["required"] = field.default is dataclasses.MISSING
             actions.append(group.add_argument(name, **options))
     return actions
+
+
+def _add_members(parser: _Parser, family: type[Family]) -> None:
+    """Adds a group for each member of a family: the flag of its kind chooses it, and is followed by the field
+    of that name if it has one. A field that several members have stands with the first.
+    """
+    there = set[str]()
+    for member in members(family):
+        title, _, more = inspect.cleandoc(member.__doc__ or "").partition("\n")
+        group = parser.add_argument_group(f"{_dashed(member.kind)}: {title}", more.strip("\n") or None)
+        fields, hints = _fields(member), get_type_hints(member)
+        if member.kind not in fields:
+            group.add_argument(_dashed(member.kind), **_HIDDEN, dest=f".{member.kind}", action="store_true")
+        for name, field in fields.items():
+            if name in there:
+                continue
+            there.add(name)
+            sharing = {
+                each.kind: _fields(each)[name].default for each in members(family) if name in _fields(each)
+            }
+            options = {"help": "", "metavar": None, "nargs": None, "read": None, **field.metadata}
+            if get_origin(hints[name]) is tuple and options["nargs"] is None:
+                example: Any = field.default
+                options["read"] = numbers(get_args(hints[name])[0], ",".join(map(str, example)))
+            options["help"] += _shown(sharing)
+            default = field.default if options["nargs"] else None
+            read = _options(hints[name], default, least=None, **options)
+            if read.get("action") != "store_true":
+                read.setdefault("metavar", name.upper())
+            group.add_argument(_dashed(name), **{**read, **_HIDDEN}, dest=f".{name}")
+
+
+_HIDDEN: dict[str, Any] = {"default": argparse.SUPPRESS}
+
+
+def _shown(defaults: Mapping[str, Any]) -> str:
+    """Returns, for the help of a field, which members beside the first have it, and the defaults."""
+    others = [_dashed(kind) for kind in [*defaults][1:]]
+    also = f"; also with {', '.join(others)}" if others else ""
+    texts = {kind: str(value) for kind, value in defaults.items() if type(value) in (int, float, str)}
+    values = ", ".join(dict.fromkeys(texts.values()))
+    return also + (f" (default: {values})" if values else "")
+
+
+def _member(family: type[Family], given: Mapping[str, Any]) -> Any:
+    """Returns the member that the flags choose. Raises UsageError for a flag that belongs to another."""
+    known = {each.kind: {*_fields(each), each.kind} for each in members(family)}
+    chosen = [kind for kind in known if kind in given]
+    if len(chosen) > 1:
+        raise UsageError(f"{' and '.join(map(_dashed, chosen))} exclude each other")
+    kind = chosen[0] if chosen else family.default_kind
+    for name in given:
+        if name not in known[kind]:
+            others = " or ".join(_dashed(other) for other, names in known.items() if name in names)
+            where = f"with {_dashed(kind)}" if chosen else f"without {others}"
+            raise UsageError(f"{_dashed(name)} does nothing {where}")
+    cls = family.kinds[kind]
+    fields = _fields(cls)
+    missing = [
+        name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given
+    ]
+    if missing:
+        raise UsageError(f"{_dashed(kind)} needs {_dashed(missing[0])}")
+    values = {name: given[name] for name in fields if name in given}
+    try:
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _fields(member: type[Family]) -> dict[str, dataclasses.Field[Any]]:
+    found: Any = member
+    return {field.name: field for field in dataclasses.fields(found) if field.name != "kind"}
+
+
+def _is_family(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Family) and "kinds" in kind.__dict__
+
+
+def _dashed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _options(kind: Any, default: Any, *, read: Any, least: int | None, **options: Any) -> dict[str, Any]:
@@ -145,7 +237,10 @@ def _reader(read: Callable[[str], Any], least: int | None) -> Callable[[str], An
 def _build(flags: type[T], values: dict[str, Any]) -> T:
     found = {}
     for name, kind in get_type_hints(flags).items():
-        if dataclasses.is_dataclass(kind):
+        if _is_family(kind):
+            given = {flag[1:]: value for flag, value in values.items() if flag.startswith(".")}
+            found[name] = _member(kind, given)
+        elif dataclasses.is_dataclass(kind):
             assert isinstance(kind, type)
             found[name] = _build(kind, values)
         else:

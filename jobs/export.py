@@ -34,6 +34,7 @@ from jobs._flags import MODELS, flag, near, parse
 from jobs.evaluate import EvaluateFlags, evaluate
 from moe.guests import offered
 from orchestrator.errors import UsageError
+from orchestrator.evaluation.kinds import EvaluationConfig
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint.models import ModelRef
@@ -231,6 +232,7 @@ def average(flags: ExportFlags) -> None:
     """Writes the average; with --evaluate evaluates each model and the average, with --greedy chooses the
     models first.
     """
+    from moe.codec import from_dict
     from orchestrator import storage
     from orchestrator.evaluation.soup import check_alike, greedy, quality_of_average, write_soup
 
@@ -254,7 +256,7 @@ def average(flags: ExportFlags) -> None:
     write_soup(models, out, fresh=flags.fresh, chosen_on=chosen_on)
     print_exported(out, out)
     if flags.evaluate:
-        evaluate(EvaluateFlags(model=(*flags.model, out), on=on))
+        evaluate(EvaluateFlags(model=(*flags.model, out), how=from_dict(EvaluationConfig, {}), on=on))
 
 
 def print_states(directory: str, steps: list[int]) -> bool:
@@ -285,7 +287,6 @@ def print_exported(out: str, weights: str) -> None:
     from safetensors import safe_open
 
     from moe.cost import num_params
-    from moe.exported import load
     from moe.model import ModelConfig
     from orchestrator import storage
     from orchestrator.codec import read_config
@@ -298,7 +299,7 @@ def print_exported(out: str, weights: str) -> None:
     params = num_params(read_config(ModelConfig, json.loads(metadata["config"])["model"]))
     size = (storage.size(weights) or 0) / 1e6
     print(f"{weights}: {what}, {tensors} tensors, {params:,} parameters, {size:.1f} MB")
-    print(f"from {load.__module__} import load; model = load({out!r})")
+    print(f"from moe import load; model = load({out!r})")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ its peers: what does not divide fails here, and memory and traffic are those of 
 lists its flags. Exit code 1 if the memory does not suffice.
 
 --check takes the flags of jobs/pareto_sweep.py, and --json; --check --help lists them. Every sweep runs the
-same checks before it starts. Exit code 1 if a check fails. docs/checks.md lists the checks.
+same checks before it starts. Exit code 1 if a check fails. docs/planning.md lists the checks.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import Places, check_out, command, connect, model_of
-from jobs._flags import MODEL, POINT, flag, parse
+from jobs._flags import MODEL, flag, parse
 from jobs._sharded import DTYPE, EP, Dtype, start
 from orchestrator.errors import UsageError
+from orchestrator.evaluation.kinds.scores import POINT
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -51,7 +52,7 @@ class PredictFlags:
     )
     ep: int | None = flag(None, f"let all workers hold one model together: {EP}", least=1)
     dtype: Dtype = flag("float32", DTYPE)
-    set: tuple[str, ...] = flag((), f"operating point: {POINT}", metavar="FIELD=VALUE", nargs="+")
+    set: tuple[str, ...] = flag((), POINT, metavar="FIELD=VALUE", nargs="+")
     background: str | None = flag(
         None, "colour under transparent pixels; default: that of the model's data, else alpha is dropped"
     )

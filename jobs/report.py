@@ -1,19 +1,38 @@
-"""Draw the frontier of a sweep again from its directory, and send MLflow what it lacks.
+"""Draw the frontier of a sweep again from its directory, and update MLflow, or serve MLflow's pages.
 
 python jobs/report.py --name quickstart
 python jobs/report.py --name quickstart --out /tmp/report --tracking-uri http://host:5000
 python jobs/report.py --published softmoe-figure3    # as a paper printed it; --published help lists them all
+python jobs/report.py --serve --port 5001    # all that is in the storage's mlflow.db, until Ctrl-C
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from jobs._cli import UNSENT, Places, check_out, command, print_table
 from jobs._flags import flag, parse
 from jobs.pareto_sweep import print_frontier
+from orchestrator.errors import UsageError
 from orchestrator.names import run_name
+
+# Asks a server until it answers, for at most a minute, and says so.
+READY = """
+import sys, time, urllib.request
+for _ in range(300):
+    try:
+        urllib.request.urlopen(sys.argv[1] + "/health", timeout=1).close()
+    except OSError:
+        time.sleep(0.2)
+    else:
+        print("ready; Ctrl-C ends it", flush=True)
+        break
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +40,15 @@ class ReportFlags:
     name: str = flag("quickstart", "name of the sweep", read=run_name)
     published: str | None = flag(None, "draw a figure of a paper in place of a sweep; help: list them")
     out: str | None = flag(None, "directory or URI for page and pictures; default: the sweep's own")
+    serve: bool = flag(False, "serve MLflow's pages of the storage on this machine, until Ctrl-C")
+    port: int = flag(5000, "--serve: port of 127.0.0.1", least=1)
     places: Places
 
 
 def main() -> None:
     flags = parse(ReportFlags, __doc__)
+    if flags.serve:
+        return serve(flags)
     with command(f"drawing the frontier of {flags.published or flags.name}", plugins=flags.places.plugin):
         report_published(flags, flags.published) if flags.published else report(flags)
 
@@ -58,6 +81,33 @@ def report(flags: ReportFlags) -> None:
     print(f"{out}/{{{','.join(FILES)}}}: {len(frontier.points)} points of {frontier.name}")
     if missing:
         sys.exit(UNSENT)
+
+
+def serve(flags: ReportFlags) -> None:
+    """Prints the links to runs and models, becomes MLflow's server, and says when that answers."""
+    root, address = flags.places.root(), f"http://127.0.0.1:{flags.port}"
+    with command(f"opening the MLflow store of {root}"):
+        from orchestrator.tracking.lost import set_right
+        from orchestrator.tracking.store import database_uri, links, open_reader, open_tracking
+
+        try:
+            socket.create_server(("127.0.0.1", flags.port)).close()
+        except (OSError, OverflowError):
+            raise UsageError(
+                f"port {flags.port} is in use or above 65535: choose another --port, as in make ui PORT=5001"
+            ) from None
+        uri = database_uri(f"{root}/mlflow.db")
+        open_reader(uri)
+        store = open_tracking(uri, artifacts=Path(root, "mlartifacts").as_uri())
+        set_right(store)
+        for name, link in links(store, address):
+            print(f"{name:<8} {link}", flush=True)
+    # A fork of a process with threads may only run what is plain: an interpreter of its own asks.
+    subprocess.Popen([sys.executable, "-c", READY, address])
+    # One process is enough for one person; MLflow's default is four.
+    where = ["--host", "127.0.0.1", "--port", str(flags.port), "--workers", "1"]
+    where += ["--uvicorn-opts", "--log-level warning"]  # a line per request would push the links away
+    os.execv(sys.executable, [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *where])
 
 
 def report_published(flags: ReportFlags, name: str) -> None:

@@ -118,6 +118,13 @@ class ModelConfig(Family, ABC, default="vit"):
         """Returns the fields of a model of data with so many classes."""
         return {}
 
+    @classmethod
+    def published(cls, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, str]] | None:
+        """Returns the model whose weights others published as tensors of these names and shapes, and the name
+        there of each of its tensors: ours -> theirs. None: they are not of this kind.
+        """
+        return None
+
     def check(self) -> None:
         """Raises ValueError for fields that do not fit each other."""
 
@@ -236,7 +243,8 @@ class Output(NamedTuple):
     Attributes:
         heads: name -> (B, ..) float32; a classifier has ``logits``, (B, num_classes).
         aux: scalar, the routers' auxiliary losses: mean over groups, sum over layers.
-        stats: routing statistics, name -> (MoE layers,), detached; empty unless requested.
+        stats: routing statistics, name -> (MoE layers,), or (MoE layers, E) of those per expert; detached;
+            empty unless requested.
         routings: one routing per MoE layer if requested, else ().
     """
 

@@ -15,7 +15,7 @@ Source: one formula for all routers, Liu et al. 2024, "Routers in Vision MoE", e
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,49 @@ class LayerShape(NamedTuple):
         return self.experts * self.slots / self.images
 
 
+class Statistic(NamedTuple):
+    """A number that says how a router routes. Reports have its mean over layers and experts.
+
+    Attributes:
+        per: what the run's table of routing (`orchestrator.training.routing_table`) has a row for, beside the
+            mean: nothing, each ``layer``, or each ``expert`` of each layer. Its values are then (E,).
+    """
+
+    unit: str
+    meaning: str
+    per: Literal["", "layer", "expert"] = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(Family, ABC, default="token_choice"):
-    """The settings of a router, and what others need to know of it before it is built."""
+    """The settings of a router, and what others need to know of it before it is built.
+
+    Attributes:
+        described: the statistics of the router (`Routing.stats`) by name. A router that has more than those
+            of `routing_stats` adds its own to them.
+    """
+
+    described: ClassVar[Mapping[str, Statistic]] = {
+        "unchosen_frac": Statistic(
+            "fraction", "tokens that choose no expert or that no expert chooses, before capacity"
+        ),
+        "dropped_frac": Statistic("fraction", "tokens in no slot, after capacity"),
+        "load_mean": Statistic("tokens", "tokens per expert and routing group"),
+        "load_cv": Statistic("-", "standard deviation of the experts' load, divided by its mean"),
+        "load_min": Statistic("tokens", "load of the least used expert"),
+        "load_max": Statistic("tokens", "load of the most used expert"),
+        "max_violation": Statistic(
+            "-", "load of the most used expert over the mean load of the routing group, less 1"
+        ),
+        "seats_mean": Statistic("slots", "slots that hold a token"),
+        "seats_max": Statistic("slots", "the most slots that hold one token"),
+        "gate_entropy_nats": Statistic("nats", "entropy of a token's gates over the experts"),
+        "flip_frac": Statistic("fraction", "choices that router noise changed"),
+        "transport_residual": Statistic("-", "largest violation of a transport plan's constraints"),
+        "slot_similarity": Statistic("-", "mean cosine between the dispatch weights of two slots"),
+        "bias_range": Statistic("-", "largest less smallest bias that balances the choices of experts"),
+        "open_frac": Statistic("fraction", "experts that a token chooses or that choose it, before capacity"),
+    }
 
     @property
     def can_overflow(self) -> bool:
@@ -169,8 +209,8 @@ class Routing(ABC):
         aux_G: auxiliary loss of each group, weighted by the router's config; zeros if the router has none.
         load_GE: number of tokens that choose each expert (soft routing: mass assigned to it); detached. None
             if no statistics were requested.
-        stats: detached scalars to log, with the keys of `routing_stats`, the same for every router; none if
-            they were not requested.
+        stats: what to log, with the names of `RouterConfig.described`: detached scalars, or (E,) of what
+            is told per expert; none if they were not requested.
         kept_GE: boolean mask of the experts whose outputs are combined; None if all are.
         counts: what is added to the router's `counts` if this was a pass of training; None if it counts
             nothing.
@@ -324,7 +364,8 @@ def routing_stats(
     slot_similarity_G: Tensor | None = None,
     bias_E: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Computes detached float32 scalars over the valid tokens of all groups that are not padding alone.
+    """Computes the statistics of `RouterConfig.described`, detached float32 scalars, over the valid tokens of
+    all groups that are not padding alone.
 
     Args:
         gates_GSE, load_GE: as in `Routing`.

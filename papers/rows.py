@@ -25,7 +25,7 @@ What each paper describes, and the command, setting or test that has it here. *I
 (`python -m tests.golden tests/goldens`). `jobs/pareto_sweep.py --list` prints the same rows. No accuracy of
 the papers was reproduced here.
 
-*run by* is the [lane of tests](testing.md) that runs the row in its cheapest form, with small models and
+*run by* is the [lane of tests](trust.md#tests) that runs the row in its cheapest form, with small models and
 images that come with the project. *its arms* means that nothing is trained: the configs are built, and
 compared with the papers where these print a number. `papers/rows.csv` names each test."""
 

@@ -22,17 +22,21 @@ import pytest
 
 import moe
 import orchestrator
+from jobs import evaluate
 from orchestrator.costs import known_costs
 from orchestrator.runs.metrics_file import read_metrics
 from orchestrator.tasks import ClassificationConfig
-from orchestrator.training.metrics import METRICS
+from orchestrator.training.metrics import described_metrics
 from tests.commands import check_settings, flags_of
 from tests.parts import png
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "SECURITY")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 TUTORIALS = (  # each line is run in one shell, in a copy of the project
-    ("first_frontier.md", "read_a_frontier.md", "../README.md"),
+    ("first_frontier.md", "../README.md"),
     ("own_images.md",),
     ("own_router.md",),
     ("own_model.md",),
@@ -114,11 +118,15 @@ def commands(script: str) -> Iterator[list[str]]:
             command.append(word)
 
 
+JOB = re.compile(r"((papers|wings)/)?jobs/\w+\.py")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_parse_or_need_something_that_is_named(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluate, "early", lambda name: ())  # a page's plugin would join for good
     Path("bench").symlink_to(ROOT / "bench")  # with a sweep of its own
     for block in blocks(page):
         if "def make" in block.text:
@@ -130,11 +138,11 @@ def test_commands_parse_or_need_something_that_is_named(
             continue
         for command in commands(block.text):
             program, rest = command[0], command[1:]
-            job = next((word for word in command if re.fullmatch(r"jobs/\w+\.py", word)), None)
+            job = next((word for word in command if JOB.fullmatch(word)), None)
             if job:
                 words = command[command.index(job) + 1 :]
                 try:
-                    flags = flags_of(Path(job).stem, words, monkeypatch)
+                    flags = flags_of(job.removesuffix(".py").replace("/", "."), words, monkeypatch)
                     if not tutorial:  # which may have made the field, as a router
                         check_settings(flags)
                 except SystemExit as end:
@@ -172,8 +180,10 @@ def script(page: Path, copy: Path) -> str:
 @pytest.mark.parametrize("pages", TUTORIALS, ids=lambda pages: Path(pages[0]).stem)
 def test_tutorials_run(pages: tuple[str, ...], tmp_path: Path) -> None:
     copy = tmp_path / "project"
-    leave = ignore_patterns(".*", "__pycache__", "runs", "site")
-    copytree(ROOT, copy, ignore=leave)
+    leave = ignore_patterns(".*", "__pycache__", "site")
+    copytree(
+        ROOT, copy, ignore=lambda at, names: leave(at, names) | ({"runs"} if Path(at) == ROOT else set())
+    )
     (copy / ".venv").symlink_to(sys.prefix)
     # What README takes for the user's own: images by class, and photos.
     for number in range(240):
@@ -253,4 +263,4 @@ def test_every_metric_is_described(trained_home: Path) -> None:
     files = [*trained_home.rglob("metrics.jsonl")]
     assert files
     names = {name for file in files for line in read_metrics(str(file.parent)) for name in line.metrics}
-    assert names <= {*METRICS, *ClassificationConfig.described, *known_costs()}
+    assert names <= {*described_metrics(), *ClassificationConfig.described, *known_costs()}

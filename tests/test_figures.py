@@ -1,6 +1,6 @@
 """Measured figures of README and docs say where they come from: a file, a test, or a row of by_hand.csv.
 
-docs/testing.md has the rule. Pages that are made by a program or a lane of tests are left out, and so are
+docs/trust.md has the rule. Pages that are made by a program or a lane of tests are left out, and so are
 blocks between `<!-- name -->` and `<!-- end -->`, which other tests recompute from a file.
 """
 
@@ -150,7 +150,7 @@ def test_tables_of_times_are_those_of_their_files() -> None:
     for record in json.loads((RESULTS / "sharded.json").read_text())["records"]:
         name = f"{record['workers'] or 'the whole model'}" + ", bfloat16" * (record["dtype"] == "bfloat16")
         assert f"| {name} | {record['memory_gb']:.2f} | {record['ms_per_image']:.1f} |" in page
-    page = (ROOT / "docs/data_reading.md").read_text()
+    page = (ROOT / "docs/data.md").read_text()
     rounds = json.loads((RESULTS / "ranges.json").read_text())["rounds"]
     for found in rounds.values():
         low, high = (

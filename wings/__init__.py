@@ -11,6 +11,9 @@ MEMBERS = (  # modules that add members to families
     "wings.language.next_token",
     "wings.language.sources",
 )
+EVALUATIONS = {  # evaluations -> module that defines them, and loads no large library
+    "image_text": "wings.image_text.evaluations",
+}
 WEIGHTS = {"foreign": "wings.weights"}  # modules that recognise and import weights of other projects
 FOLDERS = {  # format of `export` -> module that writes it
     "timm": "wings.weights",

@@ -2,7 +2,7 @@
 
 An actor, the batch server, runs Ray Data's executions and hands out references to blocks: images go from the
 task that decoded them to the worker that trains on them, and not through the actor. A server with its
-executions is a feed; a large run has several. docs/data_reading.md has measurements of designs.
+executions is a feed; a large run has several. docs/data.md has measurements of designs.
 """
 
 import asyncio

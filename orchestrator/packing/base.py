@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, SupportsIndex
 
 from moe.config import Bound, Family
+from moe.guests import join_families
 from orchestrator import storage
 from orchestrator.data.images import BadImage
 from orchestrator.data.parquet import BY_NAME, Columns
@@ -133,17 +134,24 @@ def source_of(text: str, **options: Any) -> SourceConfig:
     Raises:
         UsageError: for an unknown source, and for an option that it refuses.
     """
-    for member in _members():
-        if (place := member.place_in(text)) is not None:
-            known = {field.name for field in fields(member)}
-            try:
-                return member(
-                    place=place, **{name: value for name, value in options.items() if name in known}
-                )
-            except ValueError as error:
-                # The field is what a command calls by its flag.
-                raise UsageError(re.sub(r"^(\w+) must", r"`\1` must", str(error))) from None
-    raise UsageError(f"unknown source {text!r}; known: {_spelled(lambda cls: True)}")
+    if not (found := _named(text)):
+        join_families()
+        found = _named(text)
+    if not found:
+        raise UsageError(f"unknown source {text!r}; known: {_spelled(lambda cls: True)}")
+    member, place = found
+    known = {field.name for field in fields(member)}
+    try:
+        return member(place=place, **{name: value for name, value in options.items() if name in known})
+    except ValueError as error:
+        # The field is what a command calls by its flag.
+        raise UsageError(re.sub(r"^(\w+) must", r"`\1` must", str(error))) from None
+
+
+def _named(text: str) -> tuple[type[Any], str] | None:
+    """Returns the kind of source that a text names, and its place."""
+    places = ((member, member.place_in(text)) for member in _members())
+    return next(((member, place) for member, place in places if place is not None), None)
 
 
 def open_source(

@@ -30,7 +30,7 @@ from orchestrator.planning.machines import check_machines
 from orchestrator.sweeps.sweep import Sweep, Trial, settings
 from orchestrator.tracking.store import Tracking
 from orchestrator.training.fit import check_data, check_start
-from orchestrator.training.metrics import METRICS, MORE_IS_BETTER
+from orchestrator.training.metrics import MORE_IS_BETTER, described_metrics
 from orchestrator.training.resources import check_resources, most_resources, node_name, on_every_node
 
 SOURCES = Path(__file__).parents[2]
@@ -134,8 +134,8 @@ def check_metrics(sweep: Sweep) -> None:
         raise UsageError(f"quality={sweep.quality!r} of a sweep is none of {', '.join(qualities)}")
     if sweep.cost in (*qualities, *MORE_IS_BETTER):
         raise UsageError(f"cost={sweep.cost!r} of a sweep is to be minimised, and more of it is better")
-    if sweep.cost not in (*costs, *METRICS, *task.described):
-        near = did_you_mean(sweep.cost, [*costs, *METRICS, *task.described])
+    if sweep.cost not in (known := [*costs, *described_metrics(), *task.described]):
+        near = did_you_mean(sweep.cost, known)
         raise UsageError(
             f"cost={sweep.cost!r} of a sweep is none of {', '.join(costs)}, and no metric of its runs{near}"
         )

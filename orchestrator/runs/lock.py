@@ -24,9 +24,9 @@ from typing import IO, Any, NamedTuple
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
-from orchestrator.storage import Version
 from orchestrator.runs import notice
 from orchestrator.runs.run_directory import LOCK
+from orchestrator.storage import Version
 
 IN_USE = "another process works in {}{}: wait for it, or end it"
 TRIES = 20  # conditional writes that fail, although nobody else has written

@@ -7,6 +7,7 @@
     RUN/result.json           how it ended
     RUN/error.txt             why its last attempt failed
     RUN/bad_images.csv, profile.csv    images that could not be read, and where the time of a step went
+    RUN/routing.json          a table of what routers say of their layers and experts, at the last report
     RUN/plugins/              copies of the user's own files that its config needs
 
 A report is written before the checkpoint that contains it, so a run that resumes leaves no gap. The last line
@@ -46,6 +47,7 @@ Status = Literal["finished", "stopped", "interrupted", "diverged", "failed", "ru
 
 SWEEP, ERROR = "sweep.json", "error.txt"
 BAD_IMAGES, PROFILE = "bad_images.csv", "profile.csv"
+ROUTING = "routing.json"
 LOCK, STOP, REFUSED = "lock", "stop", "refused.txt"
 # files of attempts that trained nothing
 UNTRAINED = (CONFIG, CONFIG_TOML, ERROR, LOCK, STOP, REFUSED, "log.jsonl")

@@ -24,7 +24,17 @@ from orchestrator.runs.measurements import (
     read_measurement,
 )
 from orchestrator.runs.metrics_file import METRICS, SYSTEM, LineReader
-from orchestrator.runs.run_directory import BAD_IMAGES, ERROR, PROFILE, Result, RunDir, RunRecord, Status
+from orchestrator.runs.run_directory import (
+    BAD_IMAGES,
+    ERROR,
+    PROFILE,
+    ROUTING,
+    Result,
+    RunDir,
+    RunRecord,
+    Status,
+    read_json,
+)
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 
 FINGERPRINT = "data/fingerprint"  # a metric that becomes a tag
@@ -229,6 +239,7 @@ def project_run(
         params=params,
         dataset=(str(record.config["data"]["path"]), record.data_digest),
         files=RUN_FILES,
+        tables={ROUTING: found} if (found := read_json(storage.join(directory, ROUTING))) else {},
         result=result,
         pauses=tuple(state.pauses),
         measured=tuple(measurement_ids(directory)),

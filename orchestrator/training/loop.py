@@ -10,6 +10,7 @@ https://arxiv.org/abs/2101.06983), which gives the same heads, because noise is 
 import math
 import time
 from collections.abc import Callable, Iterable
+from itertools import product
 from statistics import median
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from orchestrator.tasks.base import Heads, not_finite
 from orchestrator.threads import one_thread
 from orchestrator.training.metrics import Meter, device_sync
 from orchestrator.training.profile import phase, phase_seconds
+from orchestrator.training.routing_table import in_table
 
 # Forward passes of an evaluation that are not timed, because they compile, capture and allocate, and of
 # those after them that are.
@@ -152,7 +154,7 @@ def train_step(
     stats: bool = True,
 ) -> dict[str, Tensor]:
     """Takes `step`, which counts from 0. Returns this worker's share of the metrics, still on the device;
-    statistics of the routers only with `stats`.
+    statistics of the routers only with `stats`, those of the table per layer and expert too.
     """
     rate = run.train.schedule.rate(step, peak=run.train.lr, total=run.train.steps)
     for group in optimizer.param_groups:
@@ -165,7 +167,7 @@ def train_step(
     after_batch(model)
     with phase("optimizer"):
         grad_norm = update(model, optimizer, run.train.clip_norm)
-    metrics = {n: torch.stack([each[n] for each in passes if n in each]).sum() for n in passes[0]}
+    metrics = {n: torch.stack([each[n] for each in passes if n in each]).sum(0) for n in passes[0]}
     # These are the same on every worker, and all metrics are summed over workers.
     shared = {"train/grad_norm": grad_norm, "train/lr": torch.full_like(grad_norm, rate, dtype=torch.float64)}
     return metrics | {name: value / run.scale.workers for name, value in shared.items()}
@@ -188,7 +190,7 @@ def _backward_of_samples(
             loss_router = output.aux * (len(part) / run.data.batch_size)
         with phase("backward"):
             (loss + loss_router).backward()
-        passes.append(_metrics(loss, loss_router, output, len(part) / run.data.batch_size) | metrics)
+        passes.append(_metrics(run, loss, loss_router, output, len(part)) | metrics)
     return passes
 
 
@@ -212,16 +214,21 @@ def _backward_of_batch(
             # The gradient of this sum in each head is the loss's.
             carriers = [(output.heads[n] * g).sum() for n, g in zip(heads, gradient, strict=True)]
             (torch.stack(carriers).sum() + loss_router).backward()
-        passes.append(_metrics(loss / len(parts), loss_router, output, len(part) / run.data.batch_size))
+        passes.append(_metrics(run, loss / len(parts), loss_router, output, len(part)))
     passes[0] |= metrics
     return passes
 
 
-def _metrics(loss: Tensor, loss_router: Tensor, output: Output, share: float) -> dict[str, Tensor]:
+def _metrics(
+    run: RunConfig, loss: Tensor, loss_router: Tensor, output: Output, images: int
+) -> dict[str, Tensor]:
+    share = images / run.data.batch_size
     return {
         "train/loss": (loss + loss_router).detach(),
         "train/loss_router": loss_router.detach(),
-    } | {f"moe/{name}": layers.mean() * share for name, layers in output.stats.items()}
+        **{f"moe/{name}": layers.mean() * share for name, layers in output.stats.items()},
+        **{name: layers * share for name, layers in in_table(output.stats).items()},
+    }
 
 
 @torch.no_grad()
@@ -285,6 +292,12 @@ def _timed_pass(model: nn.Module, batch: Batch, run: RunConfig) -> tuple[Heads, 
 
 
 def _sum_over_workers(metrics: dict[str, Tensor]) -> Metrics:
-    # Stacked on the device, so that the host waits for one copy.
-    values = sum_over_ranks(torch.stack([value.float() for value in metrics.values()]).cpu())
-    return dict(zip(metrics, values.tolist(), strict=True))
+    """Returns sums; the parts of a tensor are named by their places in it."""
+    # In one tensor on the device, so that the host waits for one copy.
+    together = torch.cat([value.float().flatten() for value in metrics.values()])
+    names = [
+        "/".join((name, *map(str, place)))
+        for name, value in metrics.items()
+        for place in product(*map(range, value.shape))
+    ]
+    return dict(zip(names, sum_over_ranks(together.cpu()).tolist(), strict=True))

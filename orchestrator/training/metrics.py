@@ -13,8 +13,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from moe.config import members
 from moe.init import mix
 from moe.parallel import sum_over_ranks
+from moe.routers import RouterConfig
 from orchestrator import storage
 from orchestrator.costs import Cost
 from orchestrator.data.batch import Batch, DecodeError
@@ -32,8 +34,7 @@ PEAK_TFLOPS = {
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "A10G": 70,
 }  # fmt: skip
 
-# Unit and meaning of every name in `metrics.jsonl`, beside those of costs and tasks; docs/_reference.py makes
-# a page.
+# Unit and meaning of names in `metrics.jsonl`, beside those of costs, tasks and routers.
 METRICS = {
     "train/loss": ("nats", "mean loss over the global batch, with the routers' auxiliary losses"),
     "train/loss_router": ("nats", "its part from the routers"),
@@ -69,31 +70,19 @@ METRICS = {
     "init/loss": ("nats", "loss on one batch of evaluation before the first step, with weights taken over"),
     "init/loss_source": ("nats", "the same of the model that the weights are from"),
     "resumed/step": ("steps", "step at which the run continued"),
-    "moe/unchosen_frac": (
-        "fraction",
-        "tokens that choose no expert or that no expert chooses, before capacity",
-    ),
-    "moe/dropped_frac": ("fraction", "tokens in no slot, after capacity"),
-    "moe/load_mean": ("tokens", "tokens per expert and routing group"),
-    "moe/load_cv": ("-", "standard deviation of the experts' load, divided by its mean"),
-    "moe/load_min": ("tokens", "load of the least used expert"),
-    "moe/load_max": ("tokens", "load of the most used expert"),
-    "moe/max_violation": (
-        "-",
-        "load of the most used expert over the mean load of the routing group, less 1",
-    ),
-    "moe/seats_mean": ("slots", "slots that hold a token"),
-    "moe/seats_max": ("slots", "the most slots that hold one token"),
-    "moe/gate_entropy_nats": ("nats", "entropy of a token's gates over the experts"),
-    "moe/flip_frac": ("fraction", "choices that router noise changed"),
-    "moe/transport_residual": ("-", "largest violation of a transport plan's constraints"),
-    "moe/slot_similarity": ("-", "mean cosine between the dispatch weights of two slots"),
-    "moe/bias_range": ("-", "largest less smallest bias that balances the choices of experts"),
-    "moe/open_frac": ("fraction", "experts that a token chooses or that choose it, before capacity"),
     "system/*": ("-", "load of the driver's machine, under the names of MLflow's system metrics"),
 }
 
 MORE_IS_BETTER = ("perf/images_per_s", "perf/mfu", "perf/gpu_util")  # of those above, beside qualities
+
+
+def described_metrics() -> dict[str, tuple[str, str]]:
+    """Returns unit and meaning of every name in `metrics.jsonl`, beside those of costs and tasks."""
+    return METRICS | {
+        f"moe/{name}": (statistic.unit, statistic.meaning)
+        for router in members(RouterConfig)
+        for name, statistic in router.described.items()
+    }
 
 
 class CostCounters:

@@ -32,7 +32,7 @@ from orchestrator.errors import UsageError
 from orchestrator.records import at_its_place
 from orchestrator.runs.contents import moved, recorded_at
 from orchestrator.runs.metrics_file import Metrics, MetricsWriter
-from orchestrator.runs.run_directory import Result, RunDir
+from orchestrator.runs.run_directory import ROUTING, Result, RunDir, write_json
 from orchestrator.threads import set_threads
 from orchestrator.training.loop import Diverged, due, evaluate, good_enough, run_steps
 from orchestrator.training.metrics import (
@@ -47,6 +47,7 @@ from orchestrator.training.metrics import (
 )
 from orchestrator.training.profile import profiled
 from orchestrator.training.progress import Progress
+from orchestrator.training.routing_table import parted, routing_table
 
 log = logging.getLogger(__name__)
 Report = Callable[[int, Metrics], None]
@@ -242,6 +243,7 @@ class Worker:
         """Completes the metrics of a step, and records and reports them."""
         run = self.run
         fingerprint, bad = self.samples.gather()
+        values, of_table = parted(values)
         values |= self.utilization.read() | self._costs(step)
         flops_per_s = values["perf/images_per_s"] * self.flops_per_image
         values |= model_flops_utilization(flops_per_s, run.scale.workers)
@@ -256,6 +258,8 @@ class Worker:
         if self.metrics_file:
             if bad:
                 write_csv(RunDir.of(run).bad_images, DecodeError._fields, bad)
+            if of_table:
+                write_json(RunDir.of(run).file(ROUTING), routing_table(of_table, run.model, step))
             self.metrics_file.report(step, self.progress.metrics)
         if step != self._pauses_at:  # else its evaluation follows
             self._report(step, self.progress.metrics)

@@ -12,13 +12,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from jobs import _grid, evaluate
+from jobs import evaluate
 from jobs.report import main as report_again
 from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
 from orchestrator.checkpoint.models import read_model
 from orchestrator.data.batch import normalize
 from orchestrator.evaluation.evaluate import EvalTask, images_of
+from orchestrator.evaluation.kinds import grid
 from orchestrator.packing import open_source
 from orchestrator.packing.pack import write_shards
 from orchestrator.runs.measurements import measurements
@@ -208,7 +209,7 @@ def test_a_model_whose_run_is_not_there(home: Path, call: Call):
     [
         (["nothing"], "error: no trained model 'nothing'"),
         (["sweep:tiny", "--data", "/nowhere", "--grid"], "/nowhere"),
-        (["sweep:tiny", "--data", "a", "--data", "b"], "2 times --data: several data sets are for"),
+        (["sweep:tiny", "--data", "a", "--data", "b"], "2 times --data: this takes one data set"),
         (
             ["tiny/trials/soft", "--set", "routing.k=1"],
             "soft: a router of kind 'soft' has no k",
@@ -274,7 +275,7 @@ def test_which_images_a_sweep_is_judged_by(
     model = read_model(f"{home}/tiny/trials/soft/checkpoints")
     own = EvalTask(model=model, points=(), path=digits, split="val", batch_size=8, results="")
     copy, others = str(shutil.copytree(digits, tmp_path / "copy")), pack_greys(train=4)[0]
-    judged = _grid.on_images_of_training
+    judged = grid.on_images_of_training
     assert judged([own, replace(own, path=copy)])
     assert not judged([own, replace(own, split="train")])
     assert not judged([own, replace(own, path=others)])

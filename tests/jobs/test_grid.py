@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from jobs import _grid, evaluate
-from jobs._cli import Places
+from jobs import evaluate
+from jobs._cli import Evaluation, Places
 from jobs._record import Record
+from orchestrator.evaluation.kinds import GridConfig, grid
 from orchestrator.runs.lock import locked
 from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.sweeps.operating import COSTS, TIMING
@@ -99,7 +100,7 @@ def test_points_are_kept_while_a_command_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measuring takes hours. The page has the points now, and that of the command will have them."""
-    monkeypatch.setattr(_grid, "on_images_of_training", lambda tasks: True)
+    monkeypatch.setattr(grid, "on_images_of_training", lambda tasks: True)
     folder = end_sweep(Sweep(base=run_at(tmp_path, "s"), arms={"a": {}}), {"a": 0.5})
     row = dict.fromkeys(("run", "point", "val/acc1", "val/acc5", "val/loss", *COSTS, *TIMING), 0.6) | {
         "batch": 1,
@@ -108,10 +109,13 @@ def test_points_are_kept_while_a_command_trains(
         "repeats": 1,
     }
     task: Any = SimpleNamespace(model=SimpleNamespace(name="a", location="there"))
-    on: Any = SimpleNamespace(places=Places(storage=str(tmp_path)))
+    on = Evaluation(places=Places(storage=str(tmp_path)))
+    flags = evaluate.EvaluateFlags(model=("sweep:s",), how=GridConfig(), on=on)
+    monkeypatch.setattr(evaluate, "models_of", lambda *_: [task.model])
+    asked = evaluate.request(flags, None, Record(on.places))
     rows = {"there": [row | {"run": "a", "point": point} for point in ("as trained", "k=1")]}
     with locked(folder):
-        frontier = _grid.draw_frontier(["sweep:s"], [task], rows, on, None, Record(on.places))
+        frontier = grid.draw_frontier([task], rows, asked)
     assert [point.arm for point in frontier.operating] == ["a: k=1"]
     assert f"a command trains in {folder}" in capsys.readouterr().out
     assert [point.arm for point in publish(folder).operating] == ["a: k=1"]

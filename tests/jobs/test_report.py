@@ -11,8 +11,8 @@ import pytest
 
 from jobs import report
 from jobs._cli import UNSENT
+from orchestrator.runs import lock
 from orchestrator.runs.lock import InUse, locked
-from orchestrator.sweeps import publish
 from orchestrator.sweeps.publish import FILES, REPORT
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.train import working_in
@@ -83,7 +83,7 @@ def test_a_command_that_trains_waits_for_a_report(home: Path, monkeypatch: pytes
         waiting.result()
     with locked(directory), pytest.raises(InUse):
         begin()
-    monkeypatch.setattr(publish, "REPORT_S", 0.0)
+    monkeypatch.setattr(lock, "REPORT_S", 0.0)
     with (
         locked(f"{directory}/{REPORT}"),
         pytest.raises(InUse, match=f"works in .*{REPORT} .process {os.getpid()} on"),

@@ -4,6 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from moe.guests import join_families
+
+join_families()  # their members have cases too
+
 Changes = Mapping[str, Any]
 NOTHING: Changes = MappingProxyType({})
 ALL = object()  # each value of a Literal differs from each other

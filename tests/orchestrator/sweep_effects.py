@@ -99,7 +99,10 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
         patch.object(tracking, "check_original", lambda *_: None),
         patch.object(driver, "check_resources", lambda *_: None),
         patch.object(driver, "linear_baseline", lambda run: {}),
-        patch.object(driver, "Sync", lambda *_: SimpleNamespace(where="MLflow", update=lambda **_: [])),
+        *(
+            patch.object(each, "Sync", lambda *_: SimpleNamespace(where="MLflow", update=lambda **_: []))
+            for each in (driver, tracking)
+        ),
         patch.object(driver, "fit", lambda *_: "it ended"),
         patch.object(sweep_run, "most_resources", lambda: {"CPU": 4.0}),
         patch.object(sweep_run, "run_jobs", run_jobs),

@@ -9,8 +9,9 @@ import pytest
 from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_images
 
+from jobs import pack_shards
 from papers.duplicates import HashedSplit, pairs
-from papers.jobs import duplicates as job, pack_shards
+from papers.jobs import duplicates as job
 
 Call = Callable[..., tuple[str, str]]
 

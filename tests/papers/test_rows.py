@@ -24,7 +24,7 @@ from orchestrator.errors import UsageError
 from orchestrator.frontier.published import DRAWABLE
 from orchestrator.sweeps.build import WORST_FIRST
 from orchestrator.sweeps.catalog import SCALES, SWEEPS, make_sweep
-from orchestrator.training.metrics import METRICS
+from orchestrator.training.metrics import described_metrics
 from papers import STUDIES
 from papers.rows import NOT_RUN, PAPERS, Row, State, count, page, rows
 from tests.commands import check_settings, flags_of
@@ -137,7 +137,7 @@ def check(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for word in words:
             assert f"{word.removeprefix('--')}=" in text
     elif "/" in code:
-        assert code in {*METRICS, *known_costs()}
+        assert code in {*described_metrics(), *known_costs()}
     else:
         assert code in FAMILIES or NAMED[code]()
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe.adapt import shapes_of
+from moe.config import members
 from moe.exported import CONFIG, WEIGHTS
 from moe.model import ModelConfig
 from moe.models.vit import ViTConfig
@@ -122,6 +123,15 @@ class Import:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishedImport(Import):
+    """A plan for weights that a kind of model knows by their published names."""
+
+    def __str__(self) -> str:
+        taken = f"{len(self.plan.tensors)} of {len(self.opened.tensors)} tensors"
+        return f"{self.kind}: {self.run.model.size()}, {taken}"
+
+
 def plan_import(
     source: str, *, name: str, changes: Mapping[str, Any] | None = None, copy: str | None = None
 ) -> Import:
@@ -143,6 +153,8 @@ def plan_import(
         raise UsageError(
             f"{other[0]} is no field of an imported model: model.*, data.eval_* and {', '.join(SAID)} are"
         )
+    if own := _published(opened, name, changes, said):
+        return own
     others: dict[str, Lazy] = {}
     try:
         if changes.get("model.kind") == "two_towers":
@@ -184,15 +196,7 @@ def plan_import(
     if old != new:
         name = "image.position_SD" if others else "position_SD"
         plan = replace(plan, tensors={**plan.tensors, name: _resized(plan, name, facts.resize, new)})
-    with torch.device("meta"):
-        expected = shapes_of(run.model.build(seed=None).state_dict())
-    given = {name: lazy.shape for name, lazy in plan.tensors.items()}
-    if given != expected:
-        wrong = sorted(name for name in {*given, *expected} if given.get(name) != expected.get(name))
-        raise UsageError(
-            f"{source}: the model has {wrong[0]} of shape {expected.get(wrong[0])}, the weights"
-            f" {given.get(wrong[0])}"
-        )
+    _check_shapes(source, run.model, plan.tensors)
     return Import(
         kind=kind.name,
         opened=opened,
@@ -201,6 +205,52 @@ def plan_import(
         facts=facts,
         resized=(old, new) if old != new else None,
     )
+
+
+def _published(
+    opened: ForeignWeights, name: str, changes: Mapping[str, Any], said: Mapping[str, Any]
+) -> PublishedImport | None:
+    """Plans the model of the kind that knows these tensors by their names; None if no kind does.
+
+    Raises:
+        UsageError: if a tensor is missing or of a wrong shape.
+    """
+    shapes = {theirs: lazy.shape for theirs, lazy in opened.tensors.items()}
+    for member in members(ModelConfig):
+        if (found := member.published(shapes)) is None:
+            continue
+        config, names = found
+        if missing := [theirs for theirs in names.values() if theirs not in shapes]:
+            raise UsageError(f"{opened.location}, read as weights of {config.kind}, lacks {missing[0]}")
+        tensors = {ours: opened.tensors[theirs] for ours, theirs in names.items()}
+        left_out = tuple(shapes.keys() - names.values())
+        facts = Facts(heads=None, gelu="exact", resize=lambda table, _: table, mean=None, std=None)
+        run = override(_Changeable(model=config, data=DataConfig()), changes).run(
+            name, ClassificationConfig()
+        )
+        _check_shapes(opened.location, run.model, tensors)
+        return PublishedImport(
+            kind=config.kind,
+            opened=opened,
+            run=run,
+            plan=ImportPlan(config=cast(Any, run.model), tensors=tensors, left_out=left_out, made={}),
+            facts=facts.normalised_by(said),
+            resized=None,
+        )
+    return None
+
+
+def _check_shapes(source: str, model: ModelConfig, tensors: Mapping[str, Lazy]) -> None:
+    """Raises UsageError, naming the first tensor that is not as the model has it."""
+    with torch.device("meta"):
+        expected = shapes_of(model.build(seed=None).state_dict())
+    given = {name: lazy.shape for name, lazy in tensors.items()}
+    if given != expected:
+        wrong = sorted(name for name in {*given, *expected} if given.get(name) != expected.get(name))
+        raise UsageError(
+            f"{source}: the model has {wrong[0]} of shape {expected.get(wrong[0])}, the weights"
+            f" {given.get(wrong[0])}"
+        )
 
 
 def _as_exported(facts: Facts, opened: ForeignWeights) -> Facts:

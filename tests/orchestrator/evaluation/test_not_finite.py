@@ -20,7 +20,7 @@ from orchestrator.config import FewShotConfig, RunConfig
 from orchestrator.data.batch import Batch
 from orchestrator.data.images import Transform
 from orchestrator.errors import UsageError
-from orchestrator.evaluation import evaluate, image_text, scores
+from orchestrator.evaluation import evaluate, scores
 from orchestrator.evaluation.predict import NOT_FINITE, Predictor, list_parts
 from orchestrator.evaluation.soup import quality_of_average
 from orchestrator.tasks.base import not_finite
@@ -30,6 +30,7 @@ from orchestrator.training.loop import evaluate as validation
 from tests.orchestrator.evaluation.exported import SOFT, exported
 from tests.parts import png
 from tests.wings.image_text.test_contrastive import WORDS, small_run
+from wings.image_text import evaluation as image_text
 
 TEN = (*WORDS.vocabulary.split(), "zero one")
 NAMES = image_text.ClassNames(classes=TEN, templates=("a photo of {}",))

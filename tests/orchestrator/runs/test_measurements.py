@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.sweeps.sweep import Sweep
 from orchestrator.runs import measurements as records
 from orchestrator.runs.measurements import (
     HOST,
@@ -21,6 +20,7 @@ from orchestrator.runs.measurements import (
     write_measurement,
 )
 from orchestrator.runs.sweep_directory import owner_of
+from orchestrator.sweeps.sweep import Sweep
 from tests.made_directories import begin_sweep, run_at
 
 

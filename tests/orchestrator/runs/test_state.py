@@ -13,11 +13,11 @@ import pytest
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.sweep import Sweep
 from orchestrator.runs import lock as lock_file
 from orchestrator.runs.lock import InUse, holder_of, locked
 from orchestrator.runs.run_directory import RunDir
 from orchestrator.runs.state import directory_state
+from orchestrator.sweeps.sweep import Sweep
 from tests.made_directories import begin, begin_sweep, end, run_at
 from tests.orchestrator.buckets import Bucket
 

@@ -8,12 +8,13 @@ from typing import Any
 import pandas
 import pytest
 
-from jobs import _image_text, evaluate, pareto_sweep, predict, train as train_job
+from jobs import evaluate, pareto_sweep, predict, train as train_job
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.packing.pack import digits
 from orchestrator.sweeps.catalog import make_sweep
 from orchestrator.training.train import train
+from wings.image_text import evaluations
 
 pytestmark = pytest.mark.smoke
 Call = Callable[..., tuple[str, str]]
@@ -76,7 +77,7 @@ def test_classes_by_their_names(
         assert report["classes"]["class"] == WORDS
     _, printed = call(evaluate.main, "beside", "--zero-shot", names, "--split", "train")
     assert "nearest image of val by pixels" in printed  # not itself
-    monkeypatch.setattr(_image_text, "MOST_PIXELS", 1000)
+    monkeypatch.setattr(evaluations, "MOST_PIXELS", 1000)
     _, printed = call(evaluate.main, "beside", "--zero-shot", names)
     assert "nearest image" not in printed
     stopped, _ = call(evaluate.main, "beside", "--repeats", "1", "--out", str(out))

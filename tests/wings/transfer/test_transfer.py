@@ -22,7 +22,7 @@ from tests.mlflow_reader import RunInfo, children, find_sweep, newest_of
 from tests.orchestrator.as_one import train_on_ranks
 from wings.jobs import finetune
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = ("model.width=16", "model.mlp_dim=32", "model.moe.num_experts=4", "train.steps=4", "train.lr=5e-3")
 Call = Callable[..., tuple[str, str]]
 
@@ -65,6 +65,7 @@ def test_mistakes_are_one_line(empty_home: Path, call: Call, digits: str) -> Non
     call(train.main, "--name", "small", "--data", digits, *sets)
     mistakes = {
         ("nothing", "--shots", "1"): "no trained model 'nothing'",
+        ("small", "--shots", "1", "--split", "train"): "--split does nothing with --shots: train gives",
         ("small", "--shots", "0"): "shots must be different numbers from 1, got [0]",
         ("small", "--shots", "1", "--data", "/nowhere"): "no data set at /nowhere",
     }

@@ -134,10 +134,10 @@ def test_jax_has_one_normalisation_and_may_be_told_another(tmp_path: Path) -> No
 def test_other_commands_point_to_the_one_that_takes_it(tmp_path: Path) -> None:
     """`--init-from` and the like import the source themselves, and ask no questions."""
     for source in (GOLDENS / "timm_deit3" / "model.safetensors", GOLDENS / "torchvision_vit.pth"):
-        with pytest.raises(UsageError, match=r"heads.*\(jobs/import_weights\.py takes what"):
+        with pytest.raises(UsageError, match=r"heads.*\(wings/jobs/import_weights\.py takes what"):
             import_once(str(source), str(tmp_path))
     source = without("hf_dinov2", tmp_path, "preprocessor_config.json")
-    with pytest.raises(UsageError, match=r"mean and std .*\(jobs/import_weights\.py takes what the weights"):
+    with pytest.raises(UsageError, match=r"mean and std .*\(wings/jobs/import_weights\.py takes what"):
         model_location(str(source), root=str(tmp_path))
     assert not (tmp_path / "imports").exists()
 

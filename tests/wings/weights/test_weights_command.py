@@ -18,7 +18,7 @@ from orchestrator.checkpoint.start import start_from
 from orchestrator.sweeps.catalog import make_sweep
 from wings.jobs import import_weights
 
-WEIGHTS = Path(__file__).parents[1] / "goldens" / "weights"
+WEIGHTS = Path(__file__).parents[2] / "goldens" / "weights"
 Call = Callable[..., tuple[str, str]]
 
 

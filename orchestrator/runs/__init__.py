@@ -1,0 +1,1 @@
+"""What is on disk of runs and sweeps: directories, records, locks, states."""
