@@ -21,6 +21,7 @@ from moe.tokenizers import END
 from moe.trace import _Operations
 from tests.moe.parity import one_rank
 from tests.moe.parts import randn
+from wings.image_text.presets import TWO_TOWERS
 from wings.image_text.text_tower import TextConfig, TextTower
 from wings.image_text.two_towers import ImageText, TwoTowers, TwoTowersConfig
 
@@ -159,7 +160,7 @@ def test_refuses() -> None:
     ],
 )
 def test_presets(name: str, image: str, text: tuple[int, ...]) -> None:
-    config = PRESETS[name]
+    config = TWO_TOWERS[name]
     assert isinstance(config, TwoTowersConfig)
     assert (config.text.width, config.text.depth, config.text.vocabulary, config.text.length) == text
     assert config.image.size() == PRESETS[image].size()
