@@ -5,15 +5,14 @@ argparse reads the flags, because its errors are one line each; a dataclass carr
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from moe.config import Family, members
+from moe.config import Family, did_you_mean, members
 from orchestrator.errors import UsageError
 
 T = TypeVar("T")
@@ -81,19 +80,10 @@ def early(name: str) -> list[str]:
     return vars(parser.parse_known_args()[0])[name]
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """Returns ``; did you mean --name?`` for a word that is almost one of those known, else nothing.
-
-    `moe.config.did_you_mean` says the same of values, but importing it loads torch.
-    """
-    found = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         word = message.removeprefix("unrecognized arguments: ").split(maxsplit=1)[0].partition("=")[0]
-        meant = near(word, self._option_string_actions) if word.startswith("--") else ""
+        meant = did_you_mean(word, self._option_string_actions, str) if word.startswith("--") else ""
         self.exit(2, f"error: {message}{meant or '; --help shows all flags'}\n")
 
 

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from jobs._flags import near
+from moe.config import did_you_mean
 from moe.guests import offered
 
 SHORT = {"pack_shards": "pack", "pareto_sweep": "sweep"}  # the other commands are called after their files
@@ -23,7 +23,7 @@ def main() -> None:
     if name in ("-h", "--help"):
         print(overview())
     elif name not in COMMANDS:
-        hint = near(name, COMMANDS) or "; moe-frontier --help lists all"
+        hint = did_you_mean(name, COMMANDS, str) or "; moe-frontier --help lists all"
         print(f"error: unknown command {name!r}{hint}", file=sys.stderr)
         sys.exit(2)
     else:

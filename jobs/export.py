@@ -30,8 +30,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from jobs._cli import Evaluation, check_file, check_out, command, models_of, named
-from jobs._flags import MODELS, flag, near, parse
+from jobs._flags import MODELS, flag, parse
 from jobs.evaluate import EvaluateFlags, evaluate
+from moe.config import did_you_mean
 from moe.guests import offered
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.kinds import EvaluationConfig
@@ -47,7 +48,7 @@ FORMATS = ("moe", *FOLDERS, "mlflow", "torch", "onnx")
 def format_name(text: str) -> str:
     """Reads --format. Raises UsageError for a format that does not exist."""
     if text not in FORMATS:
-        hint = near(text, FORMATS) or f"; known: {', '.join(FORMATS)}"
+        hint = did_you_mean(text, FORMATS, str) or f"; known: {', '.join(FORMATS)}"
         raise UsageError(f"unknown format {text!r}{hint}")
     return text
 

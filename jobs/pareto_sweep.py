@@ -32,8 +32,9 @@ from jobs._cli import (
     print_table,
     source_labels,
 )
-from jobs._flags import flag, near, numbers, pair, parse, positive
+from jobs._flags import flag, numbers, pair, parse, positive
 from jobs.train import RunFlags, print_fields
+from moe.config import did_you_mean
 from moe.guests import offered
 from orchestrator.errors import UsageError
 
@@ -65,7 +66,10 @@ def sweep_name(text: str) -> str:
     if colon and not Path(path).is_file():
         raise UsageError(f"no file {path}: a sweep of your own is path/to/file.py:function")
     if not colon and text not in SWEEPS:
-        hint = near(text, SWEEPS) or f"; known: {', '.join(SWEEPS)}, or your own as path/to/file.py:function"
+        hint = (
+            did_you_mean(text, SWEEPS, str)
+            or f"; known: {', '.join(SWEEPS)}, or your own as path/to/file.py:function"
+        )
         raise UsageError(f"unknown sweep {text!r}{hint}")
     return text
 
@@ -73,7 +77,7 @@ def sweep_name(text: str) -> str:
 def scale_name(text: str) -> str:
     """Reads --scale. Raises UsageError for a scale that does not exist."""
     if text not in SCALES:
-        hint = near(text, SCALES) or f"; known: {', '.join(SCALES)}"
+        hint = did_you_mean(text, SCALES, str) or f"; known: {', '.join(SCALES)}"
         raise UsageError(f"unknown scale {text!r}{hint}")
     return text
 

@@ -135,7 +135,7 @@ jobs: jobs._cli jobs._describe jobs._flags jobs._list jobs._main jobs._record
     jobs._sharded jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe
     orchestrator
 jobs._flags: moe.config
-jobs._main: jobs._flags moe.guests
+jobs._main: moe.config moe.guests
 jobs._cli: jobs jobs._flags jobs._signals orchestrator
 jobs._signals: orchestrator.runs.notice
 jobs._record: jobs._cli orchestrator
