@@ -60,7 +60,7 @@ class PatchNet(Model[PatchNetConfig]):
     def units(self) -> list[nn.Module]:
         return []
 
-    def forward(self, images: Any, *args: Any, **options: Any) -> Output:
+    def output(self, images: Any, routing: Any) -> Output:
         logits = self.head(self.stem(images).flatten(2).mean(2)).float()
         return Output({"logits": logits}, images.new_zeros(()), {}, ())
 """
