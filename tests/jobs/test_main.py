@@ -76,7 +76,7 @@ def test_a_wheel_has_all_that_commands_need(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert packages == {"jobs", "moe", "orchestrator", "papers"}
+    assert packages == {"jobs", "moe", "orchestrator", "papers", "wings"}
     for package in packages:
         for path in (ROOT / package).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
