@@ -1,6 +1,6 @@
 """A Transformer encoder: the config, the blocks, their costs, and a pass at many operating points.
 
-Images (`moe.models.vit`), texts (`wings.image_text.text_tower`) and the models of wings go through it.
+Images (`moe.models.vit`), and the texts and bytes of other models, go through it.
 
 Source: the encoders of Soft MoE (Puigcerver et al. 2023, sections 3.3-3.4) and V-MoE (Riquelme et al. 2021),
 as in their released code: pre-norm, LayerNorm with epsilon 1e-6, tanh GELU.

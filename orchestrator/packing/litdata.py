@@ -17,28 +17,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
 from orchestrator import storage
-from orchestrator.data.parquet import BY_NAME, Columns
 from orchestrator.errors import UsageError
-from orchestrator.packing.base import SourceConfig
 from orchestrator.packing.record_shards import (
     PlainRecords,
     RecordColumn,
+    RecordsConfig,
     RecordShard,
     RecordTable,
     ValueReader,
     codec_of,
     decompress,
-    open_records,
     scalar,
 )
-from orchestrator.packing.samples import Execute, Source
 
 FRAMED, ARROW, ZSTD = b"LDFZ01\0\0", b"LDARW01\0", b"\x28\xb5\x2f\xfd"
 LOADERS = {  # of chunks that hold no samples of images -> why not
@@ -103,51 +100,40 @@ class ArrowRecords:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LitDataConfig(SourceConfig):
+class LitDataConfig(RecordsConfig):
     """A folder that LitData's `optimize` wrote, or train and val of them. Columns are the leaves of samples,
     by their keys or positions: ``image``, ``0``, ``labels.1``.
     """
 
     kind: Literal["litdata"] = "litdata"
-    columns: Columns = BY_NAME
+    writer: ClassVar = "LitData"
 
-    def samples(self, execute: Execute) -> Source:
-        return open_records(
-            self.place,
-            "LitData",
-            _shards,
-            self.columns,
-            self.val_frac,
-            captions=self.captions,
-            ignore_split_names=self.ignore_split_names,
-            execute=execute,
-        )
-
-
-def _shards(
-    tree: Any, folder: str, files: Mapping[str, int]
-) -> Iterator[tuple[str, int | None, RecordShard]]:
-    if "shards" in tree:
-        raise UsageError("MDSWriter of mosaicml-streaming wrote it: give mds:PATH as the source")
-    config = tree["config"]
-    if encryption := config.get("encryption"):
-        raise UsageError(
-            f"its chunks are encrypted ({encryption['algorithm']}): write them without encryption"
-        )
-    if (loader := config.get("item_loader")) in LOADERS:
-        raise UsageError(f"its chunks are those of a {loader}: {LOADERS[loader]}")
-    compression = config.get("compression")
-    if codec_of(compression) not in ("", "zstd"):
-        raise UsageError(f"compression {compression!r} is not read; known: zstd")
-    _, spec = json.loads(config["data_spec"])
-    columns = tuple(map(RecordColumn, _leaves(spec), config["data_format"]))
-    for chunk in tree["chunks"]:
-        # LitData's reader unpacks whole files in place, and deletes them.
-        plain = chunk["filename"].replace(f".{compression}", "")
-        name = plain if plain in files else chunk["filename"]
-        shard = LitDataShard(storage.join(folder, name), plain, chunk["chunk_size"], columns, name != plain)
-        # Old versions gave `chunk_bytes` without the offsets, so that it tells nothing about the file.
-        yield name, None, shard
+    def shards(
+        self, tree: Any, folder: str, files: Mapping[str, int]
+    ) -> Iterator[tuple[str, int | None, RecordShard]]:
+        if "shards" in tree:
+            raise UsageError("MDSWriter of mosaicml-streaming wrote it: give mds:PATH as the source")
+        config = tree["config"]
+        if encryption := config.get("encryption"):
+            raise UsageError(
+                f"its chunks are encrypted ({encryption['algorithm']}): write them without encryption"
+            )
+        if (loader := config.get("item_loader")) in LOADERS:
+            raise UsageError(f"its chunks are those of a {loader}: {LOADERS[loader]}")
+        compression = config.get("compression")
+        if codec_of(compression) not in ("", "zstd"):
+            raise UsageError(f"compression {compression!r} is not read; known: zstd")
+        _, spec = json.loads(config["data_spec"])
+        columns = tuple(map(RecordColumn, _leaves(spec), config["data_format"]))
+        for chunk in tree["chunks"]:
+            # LitData's reader unpacks whole files in place, and deletes them.
+            plain = chunk["filename"].replace(f".{compression}", "")
+            name = plain if plain in files else chunk["filename"]
+            shard = LitDataShard(
+                storage.join(folder, name), plain, chunk["chunk_size"], columns, name != plain
+            )
+            # Old versions gave `chunk_bytes` without the offsets, so that it tells nothing about the file.
+            yield name, None, shard
 
 
 def _leaves(spec: Any, path: tuple[str, ...] = ()) -> Iterator[str]:

@@ -9,25 +9,22 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from orchestrator import storage
-from orchestrator.data.parquet import BY_NAME, Columns
 from orchestrator.errors import UsageError
-from orchestrator.packing.base import SourceConfig
 from orchestrator.packing.record_shards import (
     PlainRecords,
     RecordColumn,
+    RecordsConfig,
     RecordShard,
     ValueReader,
     codec_of,
     decompress,
-    open_records,
     scalar,
 )
-from orchestrator.packing.samples import Execute, Source
 
 NUMBERS = {"int": "i8", "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8"}
 NUMBERS |= {"uint8": "u1", "uint16": "u2", "uint32": "u4", "uint64": "u8"}
@@ -87,55 +84,44 @@ class MDSShard(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MDSConfig(SourceConfig):
+class MDSConfig(RecordsConfig):
     """A folder that mosaicml-streaming's MDSWriter wrote, or train and val of them."""
 
     kind: Literal["mds"] = "mds"
-    columns: Columns = BY_NAME
+    writer: ClassVar = "MDSWriter"
 
-    def samples(self, execute: Execute) -> Source:
-        return open_records(
-            self.place,
-            "MDSWriter",
-            _shards,
-            self.columns,
-            self.val_frac,
-            captions=self.captions,
-            ignore_split_names=self.ignore_split_names,
-            execute=execute,
-        )
-
-
-def _shards(
-    tree: Any, folder: str, files: Mapping[str, int]
-) -> Iterator[tuple[str, int | None, RecordShard]]:
-    if "chunks" in tree:
-        raise UsageError("LitData wrote it: give litdata:PATH as the source")
-    for shard in tree["shards"]:
-        form = shard["format"], shard["version"]
-        if form != ("mds", 2):
-            raise UsageError(
-                f"shards of format {form[0]!r}, version {form[1]}, are not read, but 'mds', 2 is"
+    def shards(
+        self, tree: Any, folder: str, files: Mapping[str, int]
+    ) -> Iterator[tuple[str, int | None, RecordShard]]:
+        if "chunks" in tree:
+            raise UsageError("LitData wrote it: give litdata:PATH as the source")
+        for shard in tree["shards"]:
+            form = shard["format"], shard["version"]
+            if form != ("mds", 2):
+                raise UsageError(
+                    f"shards of format {form[0]!r}, version {form[1]}, are not read, but 'mds', 2 is"
+                )
+            raw, packed = shard["raw_data"], shard["zip_data"]
+            # Streaming's reader keeps unpacked shards beside or instead of the compressed ones.
+            is_packed = bool(packed) and raw["basename"] not in files
+            file = packed if is_packed else raw
+            of_columns = (shard[f"column_{each}"] for each in ("names", "encodings", "sizes"))
+            columns = (
+                RecordColumn(name, kind, size or 0) for name, kind, size in zip(*of_columns, strict=True)
             )
-        raw, packed = shard["raw_data"], shard["zip_data"]
-        # Streaming's reader keeps unpacked shards beside or instead of the compressed ones.
-        is_packed = bool(packed) and raw["basename"] not in files
-        file = packed if is_packed else raw
-        of_columns = (shard[f"column_{each}"] for each in ("names", "encodings", "sizes"))
-        columns = (RecordColumn(name, kind, size or 0) for name, kind, size in zip(*of_columns, strict=True))
-        yield (
-            file["basename"],
-            file["bytes"],
-            MDSShard(
-                location=storage.join(folder, file["basename"]),
-                name=raw["basename"].rpartition("/")[2],
-                rows=shard["samples"],
-                size=raw["bytes"],
-                columns=tuple(columns),
-                codec=codec_of(shard["compression"]) if is_packed else "",
-                hashes=tuple(file["hashes"].items()),
-            ),
-        )
+            yield (
+                file["basename"],
+                file["bytes"],
+                MDSShard(
+                    location=storage.join(folder, file["basename"]),
+                    name=raw["basename"].rpartition("/")[2],
+                    rows=shard["samples"],
+                    size=raw["bytes"],
+                    columns=tuple(columns),
+                    codec=codec_of(shard["compression"]) if is_packed else "",
+                    hashes=tuple(file["hashes"].items()),
+                ),
+            )
 
 
 def _array(form: str, content: bytes) -> np.ndarray:

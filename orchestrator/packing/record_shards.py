@@ -12,12 +12,14 @@ import hashlib
 import io
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -26,9 +28,10 @@ from PIL import Image
 from orchestrator import storage
 from orchestrator.data.images import BadImage
 from orchestrator.data.manifest import Shard
-from orchestrator.data.parquet import Columns
+from orchestrator.data.parquet import BY_NAME, Columns
 from orchestrator.data.text import TEXT, captions_as_field
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.packing.base import SourceConfig
 from orchestrator.packing.labels import listed_labels, read_labels
 from orchestrator.packing.listing import READERS, files_below
 from orchestrator.packing.record_columns import ARRAYS, encoding_kind, roles_of, unread
@@ -137,27 +140,37 @@ class PlainRecords:
         return [_decoded(decode, self._plain[begin : begin + size]) for begin, size in self.spans(column)]
 
 
-def open_records(
-    path: str,
-    writer: str,
-    shards_of: Callable[[Any, str, Mapping[str, int]], Iterable[tuple[str, int | None, RecordShard]]],
-    columns: Columns,
-    val_frac: float,
-    *,
-    captions: bool = False,
-    ignore_split_names: bool = False,
-    execute: Execute = map,
-) -> Source:
-    """Lists the samples of the shards that every `index.json` below a folder names. Folders, as ``train`` and
-    ``val``, are splits.
+@dataclass(frozen=True, kw_only=True)
+class RecordsConfig(SourceConfig, ABC):
+    """The shards that every `index.json` below a folder names. Folders, as ``train`` and ``val``, are splits.
 
-    shards_of: yields the name, size (None: any) and shard of each file of an index, which is given with the
-        location of its folder and the files below that.
-
-    Raises:
-        UsageError: if there is no index, a file is missing or damaged, or no column fits.
+    Attributes:
+        writer: of the shards, as messages call it.
     """
-    root = storage.absolute(path).rstrip("/")
+
+    writer: ClassVar[str]
+
+    columns: Columns = BY_NAME
+
+    @abstractmethod
+    def shards(
+        self, tree: Any, folder: str, files: Mapping[str, int]
+    ) -> Iterator[tuple[str, int | None, RecordShard]]:
+        """Yields the name, size (None: any) and shard of each file of an index, which is given with the
+        location of its folder and the files below that.
+        """
+
+    def samples(self, execute: Execute) -> Source:
+        return _listed(self, execute)
+
+
+def _listed(source: RecordsConfig, execute: Execute) -> Source:
+    """Lists the samples. Raises UsageError if there is no index, a file is missing or damaged, or no column
+    fits.
+    """
+    writer, columns, captions = source.writer, source.columns, source.captions
+    val_frac, ignore_split_names = source.val_frac, source.ignore_split_names
+    root = storage.absolute(source.place).rstrip("/")
     notes: list[str] = []
     listed = files_below(root, notes)
     # An index above others, as streaming's `merge_index` writes, names the same shards again.
@@ -167,7 +180,7 @@ def open_records(
         below = {name.removeprefix(folder): size for name, size in listed.items() if name.startswith(folder)}
         try:
             tree = json.loads(storage.read_bytes(location))
-            found = [*shards_of(tree, storage.join(root, folder).rstrip("/"), below)]
+            found = [*source.shards(tree, storage.join(root, folder).rstrip("/"), below)]
         except UsageError as error:
             raise UsageError(f"{location}: {error}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
