@@ -197,7 +197,10 @@ class RunFlags:
             changes["train.init_from"] = weights
         if path := changes.get("data.path"):
             written = {**to_dict(base.model), **changes.get("model", {})}
-            model = member_of(ModelConfig, {"kind": assigned.get("model.kind", written["kind"])}, "model")
+            try:
+                model = member_of(ModelConfig, {"kind": assigned.get("model.kind", written["kind"])}, "model")
+            except ValueError as error:
+                raise UsageError(str(error)) from None
             sized = model.for_classes(len(open_manifest(path).classes))
             changes |= {f"model.{field}": value for field, value in sized.items()}
         changes |= assigned
