@@ -13,11 +13,11 @@ them.
 
 import os
 
-import lazy_loader
+from moe.guests import attach
 
 # Set before torch is loaded, which reads it. Threads that wait for each other at the end of a matmul release
 # their core after about 50 us. The default of several ms keeps it from other processes and threads, even from
 # the threads that they wait for (measured: bench/results/threads.json).
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -48,7 +48,7 @@ moe.encoder: moe.config moe.dense moe.init moe.layer moe.model moe.overrides moe
 moe.models: moe.batch_norm moe.config moe.cost moe.dense moe.encoder moe.init moe.layer moe.model moe.models
     moe.overrides moe.routing moe.tokenizers
 moe.cost: moe.experts moe.model moe.overrides moe.trace
-orchestrator: orchestrator
+orchestrator: moe.guests orchestrator
 orchestrator.costs: moe.config moe.cost moe.model orchestrator.checkpoint.models orchestrator.config
 orchestrator.config: moe orchestrator.costs orchestrator.data.augment orchestrator.names
     orchestrator.optimizers orchestrator.plugins orchestrator.schedules orchestrator.storage
@@ -171,7 +171,7 @@ jinja2: orchestrator.frontier.page
 tokenizers: moe.tokenizers
 """)
 # Beside the standard library, all that `moe` may need; byte pair encoding alone needs tokenizers.
-ONLY_TORCH = {"torch", "numpy", "safetensors", "tokenizers", "lazy_loader"}
+ONLY_TORCH = {"torch", "numpy", "safetensors", "tokenizers"}
 
 
 def under(module: str, prefix: str) -> bool:
