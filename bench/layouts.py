@@ -17,6 +17,7 @@ from typing import Any
 from bench.harness import RESULTS, ROOT, Record, options, with_block
 from bench.provenance import provenance
 from moe.cost import num_params
+from moe.guests import join_families
 from moe.presets import PRESETS
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
@@ -39,6 +40,7 @@ def main() -> None:
         PAGE.write_text(with_tables(PAGE.read_text(), rows))
         return
     result, rows = provenance("torch"), list[Record]()
+    join_families()
     for name in args.models or PRESETS:
         for gpus in GPUS.get(name, (usual(name),)):
             rows.append(measure(run_of(name, gpus)) | {"model": name})

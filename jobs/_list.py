@@ -50,7 +50,10 @@ def listing() -> dict[str, Any]:
 def models() -> Listed:
     """The models of the papers, with ImageNet's classes."""
     from moe.cost import forward_gflops_2mac, num_params
+    from moe.guests import join_families
     from moe.presets import PRESETS
+
+    join_families()
 
     rows = [
         [

@@ -163,7 +163,7 @@ def class_names(flags: PredictFlags, model: ModelRef) -> ClassNames | None:
     if flags.features or names is None:
         return None
     try:
-        model.run.task.check_names(model.run.model, names)
+        model.run.task.by_names(model.run.model, names)
     except ValueError as error:
         raise UsageError(f"{model.name}: {error}") from None
     return names

@@ -2,11 +2,9 @@
 
 The `__init__` of a guest imports nothing. It has tables: `MEMBERS`, the modules whose import adds models and
 tasks to their families, and what commands offer by name (`offered`). An installed package with the name of
-a guest but lies elsewhere is none. Names of packages here are imported on first use (`attach`).
+a guest but lies elsewhere is none.
 """
 
-import ast
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -41,17 +39,3 @@ def join_families() -> None:
     for guest in guests():
         for module in guest.MEMBERS:
             import_module(module)
-
-
-def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns `__getattr__`, `__dir__` and `__all__` of a package, by the stub beside its `__init__`."""
-    stub = ast.parse(Path(file).with_suffix(".pyi").read_text())
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    homes = {alias.name: f"{package}.{node.module}" for node in imports for alias in node.names}
-
-    def get(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name]), name)
-
-    return get, lambda: sorted(homes), sorted(homes)

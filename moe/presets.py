@@ -5,10 +5,6 @@ Source: the dense models (``S/16``, ..) are those of Soft MoE (section 3.3) and 
 ``vmoe-`` models are V-MoE's (sections 3.1 and 3.6, table 2), with the class token, the tanh layer and the 8
 blocks of S of the released configs. The paper does not print the sizes of ``vmoe-15B``; ours have the printed
 14.7B parameters. ``vit_small_patch16_224`` and its like are timm's plain ViTs.
-
-``astroformer-1-soft-`` are the models of Implicit Bias in Soft MoE (section 4.4.1) for CIFAR: Soft MoE in
-place of both MLPs of Astroformer-1, without the skip connection around it; one slot per expert, and the same
-number of hidden units in all for any number of experts.
 """
 
 from dataclasses import asdict, replace
@@ -19,7 +15,7 @@ from moe.exported import load
 from moe.guests import join_families
 from moe.layer import MoEConfig
 from moe.model import Model, ModelConfig
-from moe.models import AstroformerConfig, ViTConfig
+from moe.models import ViTConfig
 from moe.routers import SoftConfig, TokenChoiceConfig
 
 _DEBUG = ViTConfig(image_size=8, patch_size=2, width=32, depth=2, heads=2, mlp_dim=128, num_classes=10)
@@ -95,21 +91,7 @@ VITS = (
 )
 
 
-_ASTROFORMER = AstroformerConfig()
-ASTROFORMERS = {"astroformer-1": _ASTROFORMER} | {
-    f"astroformer-1-soft-{num_experts}e": replace(
-        _ASTROFORMER,
-        moe=MoEConfig(
-            layers="last_2",
-            num_experts=num_experts,
-            expert_dim=49_152 // num_experts,
-            residual=False,
-            router=SoftConfig(),
-        ),
-    )
-    for num_experts in (2, 8, 16, 64, 128)
-}
-PRESETS: dict[str, ModelConfig] = {**VITS, **ASTROFORMERS}
+PRESETS: dict[str, ModelConfig] = {**VITS}
 
 
 def preset(name: str) -> ModelConfig:

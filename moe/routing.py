@@ -26,7 +26,7 @@ from moe.overrides import AS_TRAINED, RoutingOverrides
 
 
 class RoutingInput(NamedTuple):
-    """What a forward pass hands its units beside their tokens, the arguments of `Model.forward` after images.
+    """The arguments of `Model.forward` after images, as a forward pass hands them to its units.
 
     A tuple, within which FSDP casts tensors as it does those of other arguments.
 

@@ -13,7 +13,7 @@ them.
 
 import os
 
-from moe.guests import attach
+from moe.lazy import attach
 
 # Set before torch is loaded, which reads it. Threads that wait for each other at the end of a matmul release
 # their core after about 50 us. The default of several ms keeps it from other processes and threads, even from

@@ -12,7 +12,7 @@ Sources of the tables: Soft MoE (Puigcerver et al., 2024), tables 1 to 3 and 7 t
 (Liu et al., 2024), tables 1 to 8; V-MoE (Riquelme et al., 2021), tables 1 and 2.
 """
 
-MEMBERS = ()  # modules that add members to families
+MEMBERS = ("papers.implicit_bias.astroformer",)  # modules that add members to families
 SWEEPS = {  # name -> module with a function of that name, in the order of `--list`
     "routers": "papers.routers.sweeps",
     "slots_experts": "papers.soft_moe.sweeps",

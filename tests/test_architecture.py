@@ -26,6 +26,7 @@ moe: moe
 moe.init:
 moe.config:
 moe.guests:
+moe.lazy:
 moe.codec: moe.config moe.guests
 moe.tokenizers: moe.config
 moe.signature: moe.codec moe.config
@@ -48,7 +49,7 @@ moe.encoder: moe.config moe.dense moe.init moe.layer moe.model moe.overrides moe
 moe.models: moe.batch_norm moe.config moe.cost moe.dense moe.encoder moe.init moe.layer moe.model moe.models
     moe.overrides moe.routing moe.tokenizers
 moe.cost: moe.experts moe.model moe.overrides moe.trace
-orchestrator: moe.guests orchestrator
+orchestrator: moe.lazy orchestrator
 orchestrator.costs: moe.config moe.cost moe.model orchestrator.checkpoint.models orchestrator.config
 orchestrator.config: moe orchestrator.costs orchestrator.data.augment orchestrator.names
     orchestrator.optimizers orchestrator.plugins orchestrator.schedules orchestrator.storage

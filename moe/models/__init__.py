@@ -1,11 +1,8 @@
 """The models: one file each, with its config and its module. Another one joins here."""
 
-from moe.models.astroformer import Astroformer, AstroformerConfig
 from moe.models.vit import ViT, ViTConfig
 
 __all__ = [
-    "Astroformer",
-    "AstroformerConfig",
     "ViT",
     "ViTConfig",
 ]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """What an evaluation is asked, and what it may use.
+    """The models and images of an evaluation, and the means that it may use.
 
     Attributes:
         references: the models as the user names them.
@@ -66,7 +66,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """What was found of a model, for the record of its run and for JSON.
+    """The figures of a model, for the record of its run and for JSON.
 
     Attributes:
         paths: the data sets; ``{0}`` stands for the name of the first in all names.

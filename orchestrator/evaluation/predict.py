@@ -205,7 +205,7 @@ class Predictor:
         self.shared = shared is not None
         self.task = model.run.task
         loaded = shared or model.load(self.device)
-        self.model = loaded if names is None else self.task.by_names(loaded, names)
+        self.model = loaded if names is None else self.task.by_names(loaded.config, names)(loaded)
         self.transform = Transform.of(model.signature)
         self.cache_bytes = int(model.run.data.cache_gb * 1e9)
         self.decoding = Semaphore(CORES)

@@ -15,7 +15,7 @@ from orchestrator.plugins import error_in, function_of
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionConfig(SourceConfig):
-    """What a function returns: a `Source`, or samples with their bytes, which are split."""
+    """A function of a user's own file, which returns a `Source`, or samples with their bytes, to be split."""
 
     kind: Literal["function"] = "function"
     placed: ClassVar[str] = "NAME"

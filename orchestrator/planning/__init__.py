@@ -1,1 +1,1 @@
-"""What runs and sweeps need, before they start: estimates, machines, and the checks of a sweep."""
+"""Checks before a sweep starts: of its settings, its data and its machines."""

@@ -1,1 +1,1 @@
-"""What is on disk of runs and sweeps: directories, records, locks, states."""
+"""The record: directories of runs and sweeps, with their reports, results, locks and states."""

@@ -5,7 +5,7 @@ before its kind is named. It knows torch and batches, not Ray.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -126,16 +126,11 @@ class TaskConfig(Family, ABC, default="classification"):
         """
         return ClassNames(classes=classes, templates=templates) if classes or templates else None
 
-    def check_names(self, model: ModelConfig, names: ClassNames) -> None:
-        """Raises ValueError if a model cannot classify by names, or these cannot tell classes apart."""
-        raise ValueError(f"a model of kind {model.kind!r} reads no text")
-
-    def by_names(self, model: Model, names: ClassNames) -> nn.Module:
-        """Returns a trained model as a classifier whose classes are those that are named. Raises ValueError
-        as `check_names`.
+    def by_names(self, model: ModelConfig, names: ClassNames) -> Callable[[Model], nn.Module]:
+        """Returns what makes a classifier of a trained model, whose classes are those that are named. Raises
+        ValueError if such a model cannot classify by names, or these cannot tell classes apart.
         """
-        self.check_names(model.config, names)
-        raise NotImplementedError
+        raise ValueError(f"a model of kind {model.kind!r} reads no text")
 
     def before_scores(self, model: Model) -> Heads:
         """Returns tensors that `scores` and `details` find among the heads, computed once before an

@@ -4,6 +4,6 @@ kind, write its file and name its config in ``__init__.pyi``: it joins by its ki
 Names are imported when they are first used: MLflow takes seconds to load.
 """
 
-from moe.guests import attach
+from moe.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -19,7 +19,7 @@ STILL_S = 90  # without a report, or three times as long as between two of them,
 
 def new_console() -> Console:
     """Returns a console that prints lines as they are. In a notebook they are text, as in a file: bars would
-    need ipywidgets there. Lines that nobody takes are dropped: no training ends because of them.
+    need ipywidgets there. A line that cannot be written is dropped, and never ends a training.
     """
     file: Any = UnfailingOutput(sys.stdout)
     return Console(file=file, markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False)

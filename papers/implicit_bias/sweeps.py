@@ -2,10 +2,10 @@
 
 from typing import cast
 
-from moe.models import AstroformerConfig
 from orchestrator.sweeps.arms import MOE, moe, named
 from orchestrator.sweeps.scales import CIFAR, TINY, Scale
 from orchestrator.sweeps.sweep import Sweep
+from papers.implicit_bias.astroformer import AstroformerConfig
 from papers.scales import last_half, vit_of
 
 _TINY_ASTROFORMER = {

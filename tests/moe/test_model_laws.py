@@ -10,8 +10,8 @@ from moe.config import members
 from moe.cost import model_costs
 from moe.layer import MoEConfig
 from moe.model import Model, ModelConfig
-from moe.models import AstroformerConfig
 from moe.presets import PRESETS
+from papers.implicit_bias.astroformer import AstroformerConfig
 from tests.moe.parts import randn
 
 SMALL = {

@@ -15,7 +15,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from moe.layer import MoEConfig
-from moe.models import AstroformerConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import ParallelConfig, build_sharded, build_whole, check_layout, make_mesh, update
 from moe.presets import PRESETS
@@ -29,6 +28,7 @@ from moe.routers import (
 )
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from moe.routers.balance import QuantileConfig, SignConfig
+from papers.implicit_bias.astroformer import AstroformerConfig
 from tests.lanes import mostly_slow
 from tests.moe.parity import (
     BATCH,

@@ -6,11 +6,11 @@ import pytest
 
 from moe.config import members
 from moe.layer import MoEConfig
-from moe.models import AstroformerConfig
 from moe.presets import PRESETS
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig, TrainConfig
 from orchestrator.data.augment import CutMixConfig
 from orchestrator.schedules import CooldownConfig, CosineConfig, LinearConfig, RsqrtConfig, ScheduleConfig
+from papers.implicit_bias.astroformer import AstroformerConfig
 from wings.image_text.contrastive import ContrastiveConfig
 from wings.image_text.two_towers import TwoTowersConfig
 

@@ -11,7 +11,7 @@ image, L tokens.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -150,12 +150,10 @@ class ContrastiveConfig(TaskConfig):
             return None
         return ClassNames(classes=classes or self.classes, templates=templates or self.templates)
 
-    def check_names(self, model: ModelConfig, names: ClassNames) -> None:
+    def by_names(self, model: ModelConfig, names: ClassNames) -> Callable[[Model], ZeroShot]:
         text_of(model).tokenizer.check_known()
         check_names(names.classes, names.templates)
-
-    def by_names(self, model: Model, names: ClassNames) -> ZeroShot:
-        return ZeroShot(model, names.classes, names.templates).eval()
+        return lambda trained: ZeroShot(trained, names.classes, names.templates).eval()
 
     def before_scores(self, model: Model) -> Heads:
         """Returns ``classes``, (C, D): the mean of the units of all texts that name a class, of length 1."""

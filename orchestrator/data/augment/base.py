@@ -64,6 +64,14 @@ class AugmentationConfig(Family, ABC, default="flip"):
         """
         raise NotImplementedError
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needed = {"crop": "box", "pixels": "apply", "batch": "mix"}[self.stage]
+        if getattr(type(self), needed) is getattr(AugmentationConfig, needed):
+            raise ValueError(
+                f"{type(self).__qualname__}: a member of the stage {self.stage} needs a method {needed}"
+            )
+
     def check(self, *, task: str, classifies: bool, images: int) -> None:
         """Raises ValueError for a run in which the member cannot act.
 

@@ -3,7 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
+from typing import ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from orchestrator.data.augment import (
     RandomErasingConfig,
     ThreeAugmentConfig,
 )
-from orchestrator.data.augment.base import draw
+from orchestrator.data.augment.base import AugmentationConfig, Stage, draw
 from orchestrator.data.augment.randaugment import OPERATIONS
 from orchestrator.tasks.classification import mix_images, partners
 from tests.orchestrator.data.images import RGB
@@ -307,3 +309,18 @@ def test_one_graph_for_every_draw() -> None:
         for draws in (MIXUP[8:16], CUTMIX[:8], BOTH[:8]):
             part = torch.from_numpy(draws)
             torch.testing.assert_close(compiled(images, part), mix_images(images, part))
+
+
+@pytest.mark.parametrize(("acts", "needs"), [("crop", "box"), ("pixels", "apply"), ("batch", "mix")])
+def test_a_member_that_would_change_nothing_is_refused(
+    acts: Stage, needs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AugmentationConfig, "kinds", {})
+
+    @dataclass(frozen=True, kw_only=True)
+    class Idle(AugmentationConfig):
+        kind: Literal["idle"] = "idle"
+        stage: ClassVar = acts
+
+    with pytest.raises(ValueError, match=f"Idle: a member of the stage {acts} needs a method {needs}"):
+        Idle()

@@ -9,7 +9,7 @@ starts at zero.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -22,6 +22,8 @@ from moe.dense import MLP, Head
 from moe.init import Draw, dropout, mix, normal, zeros
 from moe.layer import MAX_BLOCKS, MoEConfig, MoELayer
 from moe.model import ImageModelConfig, Model, Output, UnitOutput, with_experts, without_experts
+from moe.presets import PRESETS
+from moe.routers import SoftConfig
 from moe.routing import RoutingInput
 
 EXPAND, SQUEEZE = 4, 4  # hidden units of a block per output, and outputs per squeezed channel
@@ -272,3 +274,18 @@ class Astroformer(Model[AstroformerConfig]):
 def _tokens(x: Tensor) -> Tensor:
     """(B, D, H, W) -> (B, S, D)."""
     return x.flatten(2).mT
+
+
+_FIRST = AstroformerConfig()
+PRESETS["astroformer-1"] = _FIRST
+# Section 4.4.1, for CIFAR: Soft MoE in place of both MLPs, without the skip connection around it; one slot
+# per expert, and the same number of hidden units in all for any number of experts.
+for _experts in (2, 8, 16, 64, 128):
+    _moe = MoEConfig(
+        layers="last_2",
+        num_experts=_experts,
+        expert_dim=49_152 // _experts,
+        residual=False,
+        router=SoftConfig(),
+    )
+    PRESETS[f"astroformer-1-soft-{_experts}e"] = replace(_FIRST, moe=_moe)

@@ -14,12 +14,12 @@ from moe.batch_norm import BatchNorm
 from moe.cost import model_costs, num_expert_params, num_params, param_shapes
 from moe.init import init_weights
 from moe.layer import MoEConfig
-from moe.models.astroformer import Astroformer, AstroformerConfig, ConvBlock, RelativeAttention
 from moe.overrides import RoutingOverrides
 from moe.parallel import ParallelConfig, build_whole
 from moe.presets import PRESETS
 from moe.routers import SoftConfig
 from moe.routing import RoutingInput
+from papers.implicit_bias.astroformer import Astroformer, AstroformerConfig, ConvBlock, RelativeAttention
 from tests.moe.parts import randn
 
 SOFT = MoEConfig(layers="last_2", num_experts=4, router=SoftConfig(), residual=False)
