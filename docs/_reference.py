@@ -20,10 +20,13 @@ import orchestrator
 from jobs._list import description, models, scales, sweeps
 from jobs._main import COMMANDS
 from moe.codec import dataclasses_of, hints_of, to_dict
+from moe.guests import join_families
 from orchestrator.config import RunConfig
 from orchestrator.costs import known_costs
 from orchestrator.tasks import TaskConfig
 from orchestrator.training.metrics import described_metrics
+
+join_families()  # their fields and metrics are in the reference too
 
 HELP_WIDTH = "92"
 
@@ -103,14 +106,14 @@ def meanings(cls: type) -> dict[str, str]:
 def commands_page() -> str:
     lines = ["# Commands", "What `--help` of each command prints."]
     os.environ["COLUMNS"] = HELP_WIDTH
-    for name in sorted(m.removeprefix("jobs.") for m in COMMANDS.values() if m.startswith("jobs.")):
-        lines += [f"## {name}", f"```text\n{help_of(name)}```"]
+    for name, module in sorted(COMMANDS.items()):
+        lines += [f"## {name}", f"```text\n{help_of(module)}```"]
     return "\n\n".join(lines)
 
 
-def help_of(command: str) -> str:
-    job, text, argv = importlib.import_module(f"jobs.{command}"), StringIO(), sys.argv
-    sys.argv = [f"{command}.py", "--help"]
+def help_of(module: str) -> str:
+    job, text, argv = importlib.import_module(module), StringIO(), sys.argv
+    sys.argv = [f"{module.rpartition('.')[2]}.py", "--help"]
     try:
         with redirect_stdout(text), suppress(SystemExit):
             job.main()

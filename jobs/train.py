@@ -264,8 +264,10 @@ def preset(name: str) -> ModelConfig:
 
 def print_fields(base: RunConfig) -> None:
     """Prints every field that --set knows, with its default."""
+    from moe.guests import join_families
     from orchestrator.codec import describe
 
+    join_families()
     print("fields for --set and their defaults here (of several kinds, one is active):")
     print("\n".join(f"  {line}" for line in describe(base)))
 

@@ -110,19 +110,19 @@ def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:
     choices = dataclasses_of(hint)
     if not choices:
         raise ValueError(f"{path} is a value, not a group of fields")
-    by_kind = _by_kind(tuple(choices))
-    if not by_kind or "kind" not in value:
+    kinds = _by_kind(tuple(choices))
+    if not kinds or "kind" not in value:
         return choices[0]
     # A list, because a value from JSON may have no hash.
-    if value["kind"] not in [*by_kind]:
+    if value["kind"] not in [*kinds]:
         join_families()
-        by_kind = _by_kind(tuple(dataclasses_of(hint)))
-    if value["kind"] not in [*by_kind]:
+        kinds = _by_kind(tuple(dataclasses_of(hint)))
+    if value["kind"] not in [*kinds]:
         raise ValueError(
-            f"unknown {path}.kind {value['kind']!r}; known: {', '.join(sorted(by_kind))}"
-            f"{did_you_mean(value['kind'], by_kind)}"
+            f"unknown {path}.kind {value['kind']!r}; known: {', '.join(sorted(kinds))}"
+            f"{did_you_mean(value['kind'], kinds)}"
         )
-    return by_kind[value["kind"]]
+    return kinds[value["kind"]]
 
 
 @cache

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from moe.config import Family
+from moe.guests import join_families
 from orchestrator import storage
 from orchestrator.errors import UsageError
 
@@ -36,6 +37,7 @@ def load_plugins(paths: Iterable[str | Path]) -> tuple[str, ...]:
         UsageError: if there is no such file; if its code fails or defines nothing to choose; if another file
             of its name is loaded.
     """
+    join_families()  # whose kinds a plugin may not take
     loaded = []
     for path in map(Path, paths):
         if not path.is_file():

@@ -58,7 +58,7 @@ orchestrator.names:
 orchestrator.output:
 orchestrator.optimizers: moe.config moe.experts moe.model moe.parallel orchestrator.optimizers
 orchestrator.schedules: moe.config
-orchestrator.plugins: moe.config orchestrator.storage
+orchestrator.plugins: moe.config moe.guests orchestrator.storage
 orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.manifest
     orchestrator.data.text orchestrator.tasks
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
@@ -86,7 +86,7 @@ orchestrator.data.augment: moe.config orchestrator.data.augment
 orchestrator.data.parquet: orchestrator.storage
 orchestrator.data.images: moe.signature orchestrator.data.augment orchestrator.data.undecodable
 orchestrator.data.undecodable:
-orchestrator.packing: moe.config moe.guests moe.tokenizers orchestrator.data orchestrator.packing
+orchestrator.packing: moe.codec moe.config moe.guests moe.tokenizers orchestrator.data orchestrator.packing
     orchestrator.plugins orchestrator.storage
 orchestrator.packing.offsets:
 orchestrator.packing.listing: orchestrator.data.images orchestrator.storage

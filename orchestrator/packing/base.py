@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, SupportsIndex
 
+from moe.codec import member_of
 from moe.config import Bound, Family
 from moe.guests import join_families
 from orchestrator import storage
@@ -204,5 +205,5 @@ def _spelled(wanted: Callable[[Any], bool]) -> str:
 
 def _rebuilt(plugins: dict[str, bytes], values: dict[str, Any]) -> SourceConfig:
     restored(plugins)
-    cls: Any = SourceConfig.kinds[values.pop("kind")]
+    cls: Any = member_of(SourceConfig, values, "source")
     return cls(**values)

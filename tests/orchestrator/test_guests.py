@@ -1,10 +1,12 @@
 """The product without its guests, and beside packages that have their names."""
 
+import pickle
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 import pytest
 
+from orchestrator.packing import source_of
 from tests.jobs.bare import run_bare
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +22,18 @@ from orchestrator.sweeps.catalog import SCALES, SWEEPS
 print(*SWEEPS, *SCALES, DRAWABLE, published("imagenet/acc1", "cost/params"))
 """
 
+OWN = """
+from dataclasses import dataclass
+from typing import Literal
+
+from moe import ViTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(ViTConfig):
+    kind: Literal["decoder"] = "decoder"
+"""
+
 
 @pytest.mark.smoke
 def test_without_guests_the_product_has_its_own_sweeps_and_scales(tmp_path: Path) -> None:
@@ -31,6 +45,25 @@ def test_without_guests_the_product_has_its_own_sweeps_and_scales(tmp_path: Path
     commands = run_bare("-c", "from jobs._main import COMMANDS; print(*COMMANDS)", root=tmp_path).stdout
     assert {"sweep", "train"} < {*commands.split()}
     assert not {"study", "inspect-routing"} & {*commands.split()}
+
+
+def test_members_of_guests_are_known_in_another_process_and_not_to_be_hidden(tmp_path: Path) -> None:
+    """A source goes to workers by pickle; a plugin may not take the kind of a guest, loaded or not."""
+    sent = pickle.dumps(source_of(f"text:{tmp_path}"))
+    plugin = tmp_path / "own.py"
+    plugin.write_text(OWN)
+    code = f"""
+import pickle
+from orchestrator import UsageError, load_plugins
+print(pickle.loads({sent!r}).kind)
+try:
+    load_plugins([{str(plugin)!r}])
+except UsageError as error:
+    print(error)
+"""
+    done = run_bare("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("text\nown.py, line 8: TypeError: Own and DecoderConfig both are 'decoder'")
 
 
 def test_another_package_of_the_name_of_a_guest_is_none(tmp_path: Path) -> None:
