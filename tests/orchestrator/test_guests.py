@@ -63,7 +63,7 @@ except UsageError as error:
 """
     done = run_bare("-c", code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("text\nown.py, line 8: TypeError: Own and DecoderConfig both are 'decoder'")
+    assert done.stdout.startswith("text\nown.py, line 9: TypeError: Own and DecoderConfig both are 'decoder'")
 
 
 def test_another_package_of_the_name_of_a_guest_is_none(tmp_path: Path) -> None:
