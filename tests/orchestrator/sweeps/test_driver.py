@@ -4,9 +4,10 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import ray
@@ -29,7 +30,7 @@ from orchestrator.sweeps.arms import families_space
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep
 from orchestrator.sweeps.progress import ended_line
-from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion
+from orchestrator.sweeps.queue import Job, Outcome, Policy, RunToCompletion
 from orchestrator.sweeps.run import SweepRun, Watch
 from orchestrator.sweeps.scales import TINY
 from orchestrator.sweeps.search import SearchOptions
@@ -303,11 +304,12 @@ def test_the_knee_is_trained_again_only_within_the_budget(sweep):
     assert said.lines == ["dense is not trained again: the budget does not hold it"]
 
 
-class PauseAll:
-    """A policy that trains every trial to its fifth step, and `best` alone to the end."""
+@dataclass(frozen=True, kw_only=True)
+class PauseAll(Policy):
+    """Trains every trial to its fifth step, and `best` alone to the end."""
 
-    def __init__(self, best: str) -> None:
-        self.best = best
+    kind: Literal["pause_all"] = "pause_all"
+    best: str = ""
 
     def jobs(self, states):
         for state in states:
@@ -319,7 +321,7 @@ class PauseAll:
 
 @pytest.mark.smoke
 def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
-    frontier, outcomes = swept(sweep, tracking, SweepOptions(policy=PauseAll("soft")))
+    frontier, outcomes = swept(sweep, tracking, SweepOptions(policy=PauseAll(best="soft")))
     assert outcomes["soft"].status == "finished"
     assert shown(tracking, sweep) == {"dense": "KILLED", "soft": "FINISHED", "broken": "KILLED"}
     assert {p.arm: p.status for p in frontier.points} == {
