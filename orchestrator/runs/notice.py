@@ -11,6 +11,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 _training = 0  # blocks that can save
+_refused = False
 _given = False
 
 
@@ -33,7 +34,7 @@ def give() -> bool:
     so that the process can end at once.
     """
     global _given
-    _given = _training > 0
+    _given = _training > 0 and not _refused
     return _given
 
 
@@ -44,7 +45,9 @@ def given() -> bool:
 @contextmanager
 def saving() -> Iterator[None]:
     """While the block lasts, training heeds a notice: it saves and stops, which raises `Stopped`."""
-    global _training
+    global _training, _refused
+    if _training == 0:
+        _refused = False
     _training += 1
     try:
         yield
@@ -105,9 +108,11 @@ def on_request(asked: Callable[[], bool], every_s: float) -> Iterator[None]:
 
 
 def refuse() -> None:
-    """Lets later notices end this process at once: what it trains belongs to another process."""
-    global _training
-    _training = -(1 << 30)
+    """Lets notices end this process at once, until it trains something else: what it trains now belongs to
+    another process.
+    """
+    global _refused
+    _refused = True
 
 
 def say(line: str) -> None:

@@ -29,6 +29,7 @@ from tests.orchestrator.option_cases import ALL, LAYERS, MODELS, SMALL, TRAINING
 from tests.orchestrator.sweep_effects import SWEEP, seen, seen_anew
 
 ROOT = Path(__file__).parents[2]
+OURS = ("moe", "orchestrator", "wings", "papers")
 Field = tuple[str, str]  # class, field
 
 # Fields that make no difference by themselves: why, and the test that shows it.
@@ -51,7 +52,7 @@ def configs() -> dict[str, type]:
     found, waiting = dict[str, type](), list[type]([RunConfig, Sweep, SweepOptions])
     while waiting:
         cls = waiting.pop()
-        if cls.__name__ not in found and cls.__module__.split(".")[0] in ("moe", "orchestrator", "wings"):
+        if cls.__name__ not in found and cls.__module__.split(".")[0] in OURS:
             found[cls.__name__] = cls
             waiting += [
                 member
@@ -107,9 +108,7 @@ def places(root: Path) -> list[tuple[str, Place]]:
 def names_read() -> set[str]:
     """The attributes that code reads, and the names for `getattr`; not in what a config checks of itself."""
     found: set[str] = set()
-    paths = [
-        path for folder in ("moe", "orchestrator", "wings", "jobs") for path in ROOT.glob(f"{folder}/**/*.py")
-    ]
+    paths = [path for folder in (*OURS, "jobs") for path in ROOT.glob(f"{folder}/**/*.py")]
     waiting: list[ast.AST] = [ast.parse(path.read_text()) for path in paths]
     while waiting:
         node = waiting.pop()

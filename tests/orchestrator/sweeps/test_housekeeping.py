@@ -43,9 +43,10 @@ def one_store(empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an object storage a process counts as killed, and a request is seen, after a second."""
-    monkeypatch.setattr(lock_file, "LEASE_S", 1.0)
+    """In an object storage a process counts as killed after two seconds, and a request is seen at once."""
+    monkeypatch.setattr(lock_file, "LEASE_S", 2.0)
     monkeypatch.setattr(metrics_file, "S3_POLL_S", 0.2)
+    monkeypatch.setattr(housekeeping, "STOP_S", 30.0)
 
 
 def killed_in(directory: str) -> None:
@@ -317,7 +318,7 @@ def test_a_request_in_the_directory_is_a_notice(root: str, one_store: Tracking) 
     with working_in(directory, "auto", one_store), notice.saving():
         assert storage.size(own.stop) is None
         asks.start()
-        while not notice.given():
+        while asks.is_alive() and not notice.given():
             time.sleep(0.01)
     asks.join()
     assert found == ["stopped"]
