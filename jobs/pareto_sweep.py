@@ -152,6 +152,11 @@ class SweepFlags:
         None, "device-hours; trials that do not fit are not started", read=positive
     )
     budget_usd: float | None = flag(None, "the same in money", read=positive)
+    measure: Literal["auto", "always", "never"] = flag(
+        "auto",
+        "measure what finished arms take to use: time, memory and size of the ONNX file; auto: where that"
+        " takes less than two minutes or a tenth of the sweep",
+    )
     run: RunFlags
 
     def __post_init__(self) -> None:
@@ -351,6 +356,7 @@ def sweep(flags: SweepFlags) -> None:
         flops_per_s=flops_per_s,
         labels=source_labels(),
         trackers=flags.run.trackers(),
+        measure=flags.measure,
     )
     if tuning:
         tuned = tune(sweep, tuning, options, store=store)
@@ -418,6 +424,8 @@ def print_frontier(frontier: Frontier) -> None:
     columns = ("arm", name, frontier.cost_name, size, *(["images together"] if several else []), "status")
     title = f"{frontier.name}: {frontier.subtitle} Hypervolume {frontier.hypervolume:.4f}."
     print_table(columns, rows, title=title, left=len(columns))
+    for line in frontier.verdict:
+        print(line)
     for name, quality in frontier.baselines.items():
         unbeaten = ", and no arm is better" if frontier.none_beats(quality) else ""
         print(f"{name}: {frontier.quality_name} {quality:.4f}{unbeaten}")

@@ -29,6 +29,7 @@ from .errors import UsageError as UsageError
 from .evaluation.models import load_model as load_model
 from .frontier.frontier import Frontier as Frontier
 from .frontier.points import Point as Point
+from .inference.measure import measure_sweep as measure_sweep
 from .optimizers import (
     AdafactorConfig as AdafactorConfig,
     AdamWConfig as AdamWConfig,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 TRAIN_FLOPS = "cost/train_flops_6mac"
 FORWARD = "cost/forward_gflops_2mac"
+MS, MS_P95 = "infer/ms", "infer/ms_p95"
+BESIDE_TRAINING = "perf/ms_per_image"
 TIMES = "\N{MULTIPLICATION SIGN}"
 _per_model = lru_cache(maxsize=1024)  # of models whose costs were asked for last
 
@@ -151,6 +153,7 @@ class DeviceSeconds(Cost):
     unit: ClassVar = "s"
     meaning: ClassVar = "time of training without evaluation and checkpoints, times workers"
     title: ClassVar = "Device time (s)"
+    drawn: ClassVar = False  # other trials may have run beside it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +195,52 @@ class MsPerImage(Cost):
     unit: ClassVar = "ms"
     meaning: ClassVar = "median time of a forward pass of one worker, divided by its images"
     title: ClassVar = "Inference time per image (ms)"
+    drawn: ClassVar = False  # other trials may have run beside it; `evaluate --grid` measures it alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceMs(Cost):
+    kind: Literal["infer/ms"] = "infer/ms"
+    unit: ClassVar = "ms"
+    meaning: ClassVar = (
+        "median time of a call of the handed-over file, measured alone and in turns; quartiles"
+    )
+    title: ClassVar = "Time of one image (ms)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceP95(Cost):
+    kind: Literal["infer/ms_p95"] = "infer/ms_p95"
+    unit: ClassVar = "ms"
+    meaning: ClassVar = "95th percentile of that time, and the highest one of a fifth of the rounds"
+    title: ClassVar = "Time of one image, 95th percentile (ms)"
+    drawn: ClassVar = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceBatch(Cost):
+    kind: Literal["infer/batch_ms_per_image"] = "infer/batch_ms_per_image"
+    unit: ClassVar = "ms"
+    meaning: ClassVar = "median time of a call on a batch, divided by its images"
+    title: ClassVar = "Time per image of a batch (ms)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceMemory(Cost):
+    kind: Literal["infer/memory_mib"] = "infer/memory_mib"
+    unit: ClassVar = "MiB"
+    meaning: ClassVar = "peak memory of a process that loads the file and answers, with its runtime"
+    title: ClassVar = "Peak memory of inference (MiB)"
+    drawn: ClassVar = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSize(Cost):
+    kind: Literal["infer/file_mb"] = "infer/file_mb"
+    unit: ClassVar = "MB"
+    meaning: ClassVar = "size of the handed-over file"
+    title: ClassVar = "Size of the file (MB)"
+    drawn: ClassVar = False
 
 
 @dataclass(frozen=True, kw_only=True)

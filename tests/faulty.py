@@ -174,7 +174,15 @@ class Cluster:
     def run(self, name: str, root: str) -> Run:
         places = ["--storage", root, "--data", self.digits, "--plugin", PLUGIN]
         if name == "sweep":
-            what = ["jobs/pareto_sweep.py", "--sweep", f"{self.folder}/sweep.py:make", "--confirm", "0"]
+            what = [
+                "jobs/pareto_sweep.py",
+                "--sweep",
+                f"{self.folder}/sweep.py:make",
+                "--confirm",
+                "0",
+                "--measure",
+                "never",
+            ]
             return Run(name, root, [*what, *places], TRIAL)
         fields = ["--set", *(f"{field}={value}" for field, value in FIELDS.items())]
         what = ["jobs/train.py", "--name", name, "--workers", "3", "--ep", "3"]

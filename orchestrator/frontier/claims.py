@@ -310,7 +310,7 @@ def _number(point: Point, name: str) -> float:
 def compare(more: Sequence[Point], less: Sequence[Point]) -> Relation:
     """Whether the sum of the qualities of `more` is above that of `less`, beyond the error of their seeds."""
     seeded = [point for point in (*more, *less) if len(point.qualities) > 1]
-    variances = [point.standard_error**2 for point in seeded]
+    variances = [point.seed_error**2 for point in seeded]
     margin = 0.0
     if any(variances):
         parts = [v**2 / (len(point.qualities) - 1) for v, point in zip(variances, seeded, strict=True)]

@@ -266,7 +266,7 @@ def _marks(points: Sequence[Point], role: str, style: FamilyStyle, cost_name: st
     """
     symbol, size = _MARKS.get(role, (None, 0))
     on_axis, hollow = role == "diverged", role in _MARKS
-    errors = [(p.quality, p.standard_error if len(p.qualities) > 1 else 0.0) for p in points]
+    errors = [(p.quality, p.standard_error if math.isfinite(p.standard_error) else 0.0) for p in points]
     marker = {
         "symbol": (symbol or style.symbol) + ("-open" if hollow else ""),
         "color": style.colour,

@@ -10,7 +10,9 @@ from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
 
-from orchestrator.costs import TIMES
+from orchestrator.costs import FORWARD, MS_P95, TIMES
+from orchestrator.errors import UsageError
+from orchestrator.frontier.answer import Answer, answer, upper, verdict
 from orchestrator.frontier.drawing import frontier_picture
 from orchestrator.frontier.figure import SIZE_TITLE, Json, axis_title, frontier_plot
 from orchestrator.frontier.points import (
@@ -24,6 +26,7 @@ from orchestrator.frontier.points import (
 )
 
 UNDECIDED = "one seed, not decided"
+BOUNDS = (MS_P95, "infer/batch_ms_per_image", "infer/memory_mib", "infer/file_mb", FORWARD)
 _ROUNDING = 1e-9  # relative difference of two equal hypervolumes
 
 
@@ -106,11 +109,16 @@ class Frontier:
         seeds = max(arms.values())
         each = f" {TIMES} {_count(seeds, 'seed')} =" if {*arms.values()} == {seeds} else ","
         measured = " on ".join(filter(None, [axis_title(self.quality_name), self.data]))
-        error = f"mean of {seeds} seeds, bars: standard error of the mean"
-        return (
-            f"{_count(len(arms), 'arm')}{each} {_count(len(self.trials), 'trial')}."
-            f" {measured}: {error if seeds > 1 else 'one seed, no error known'}."
-        )
+        judged = any(point.images for point in self.points)
+        known = " and ".join([*(["seeds"] if seeds > 1 else []), *(["images"] if judged else [])])
+        mean = f"mean of {seeds} seeds" if seeds > 1 else "one seed, whose error is not known"
+        mean += f"; ± and bars: standard error by {known}" if known else ""
+        return f"{_count(len(arms), 'arm')}{each} {_count(len(self.trials), 'trial')}. {measured}: {mean}."
+
+    @property
+    def verdict(self) -> list[str]:
+        """What the points say, in sentences: the best, the knee, and what is not decided."""
+        return verdict(self.points, quality_name=self.quality_name, cost_name=self.cost_name)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -175,15 +183,39 @@ class Frontier:
         return replace(self, cost_name=cost_name, reference=reference, **groups)
 
     def within(self, cost_name: str, at_most: float) -> "Frontier":
-        """The same frontier of the points alone that keep a bound of one of their costs; an unknown cost
-        keeps none.
+        """The same frontier of the points alone that keep a bound of one of their costs, a measured one by
+        its upper end; an unknown cost keeps none.
         """
 
         def keep(points: Sequence[Point]) -> tuple[Point, ...]:
-            costs = ({**p.costs, self.cost_name: p.cost}.get(cost_name, math.inf) for p in points)
-            return tuple(p for p, cost in zip(points, costs, strict=True) if cost <= at_most)
+            known = (replace(p, costs={**p.costs, self.cost_name: p.cost}) for p in points)
+            return tuple(p for p, q in zip(points, known, strict=True) if upper(q, cost_name) <= at_most)
 
         return replace(self, points=keep(self.points), operating=keep(self.operating))
+
+    def answer(
+        self,
+        *,
+        max_ms: float | None = None,
+        max_batch_ms: float | None = None,
+        max_mib: float | None = None,
+        max_mb: float | None = None,
+        max_gflops: float | None = None,
+    ) -> Answer:
+        """Returns the best model within bounds, as `jobs/answer.py` prints it: on the 95th percentile of the
+        time of one image, its time in a batch, peak memory, size of the file, forward GFLOPs.
+
+        Raises:
+            UsageError: without bounds, or if a cost that has one was not measured.
+        """
+        given = dict(zip(BOUNDS, (max_ms, max_batch_ms, max_mib, max_mb, max_gflops), strict=True))
+        bounds = {name: most for name, most in given.items() if most is not None}
+        for name in bounds:
+            if not any(name in point.costs for point in self.points):
+                raise UsageError(
+                    f"{name} was not measured: jobs/answer.py {self.name} does that, in Python measure_sweep"
+                )
+        return answer(self.points, bounds, quality_name=self.quality_name)
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row for every point: its place, cost, quality with standard error, further costs and runs."""

@@ -42,7 +42,7 @@ def frontier_page(frontier: Frontier) -> str:
         plots.append(figure.budget_plot(curve))
     present = [meta["role"] for meta in drawn] + [status.split(",")[0] for status in frontier.statuses()]
     known = [role for role in figure.ROLES if role in present]
-    titles = [figure.axis_title(name) for name in (*(p.cost_name for p in panels), frontier.quality_name)]
+    titles = [figure.axis_title(name) for name in (frontier.quality_name, *(p.cost_name for p in panels))]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters.update({function.__name__: function for function in _FILTERS})
@@ -60,8 +60,8 @@ def frontier_page(frontier: Frontier) -> str:
         verdicts=[check_claim(claim, frontier.points) for claim in frontier.claims],
         columns=[
             ("Arm", "arm"),
-            ("Family", "family"),
             *((title, "number") for title in (*titles, frontier.size_title, *_together(frontier))),
+            ("Family", "family"),
             ("Status", "status"),
             ("Details", "details"),
             ("MLflow run", "runs"),
@@ -97,7 +97,7 @@ def _rows(panels: list[Frontier]) -> Iterator[tuple[Point, str, str, Sequence[tu
         for panel in panels
     ]
     points = panels[0].all_points
-    columns.append([(point.quality, point.quality_text) for point in points])
+    columns.insert(0, [(point.quality, point.quality_text) for point in points])
     columns.append([(point.size, figure.number(point.size)) for point in points])
     columns += [[(point.together, str(point.together)) for point in points] for _ in _together(panels[0])]
     for point, status, *numbers in zip(points, panels[0].statuses(), *columns, strict=True):

@@ -41,6 +41,7 @@ class Point:
         costs: further costs by metric.
         spreads: quartiles of measured costs, by metric.
         qualities: of each seed, if there are several.
+        images: on which an accuracy was judged; 0: unknown, or the quality is no accuracy.
         runs: (id, address) in MLflow of the seeds beyond `run_id`.
         settings: what claims compare.
         quality_name: its metric, if it is shown as another (`as_shown`).
@@ -59,6 +60,7 @@ class Point:
     costs: Mapping[str, float] = field(default_factory=dict, repr=False)
     spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False)
     qualities: tuple[float, ...] = field(default=(), repr=False)
+    images: int = field(default=0, repr=False)
     runs: tuple[tuple[str, str | None], ...] = field(default=(), repr=False)
     settings: Mapping[str, str | float] = field(default_factory=dict, repr=False)
     quality_name: str = field(default="", repr=False)
@@ -96,18 +98,26 @@ class Point:
         return nearest[0]
 
     @property
-    def standard_error(self) -> float:
-        """Standard error of the quality's mean over seeds; NaN for a single seed."""
+    def seed_error(self) -> float:
+        """Standard error of the quality's mean over seeds, on the same images; NaN for a single seed."""
         count = len(self.qualities)
         return float(np.std(self.qualities, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
 
     @property
+    def standard_error(self) -> float:
+        """Standard error of the quality, by seeds and images, as far as there are several; NaN: unknown."""
+        parts = [self.seed_error, image_error(self.quality, self.images) or math.nan]
+        known = [part for part in parts if math.isfinite(part)]
+        return math.hypot(*known) if known else math.nan
+
+    @property
     def quality_text(self) -> str:
-        """The quality, with its standard error where there are several seeds; a dash where it is unknown."""
+        """The quality, with its standard error if that is known; a dash where it is unknown."""
         if not math.isfinite(self.quality):
             return UNKNOWN
         unit = self.quality * math.log(2) if self.quality_name in IN_BITS else 1
-        error = f" \N{PLUS-MINUS SIGN} {self.standard_error / unit:.4f}" if len(self.qualities) > 1 else ""
+        known = math.isfinite(self.standard_error)
+        error = f" \N{PLUS-MINUS SIGN} {self.standard_error / unit:.4f}" if known else ""
         return f"{as_shown(self.quality_name, self.quality)[1]:.4f}{error}"
 
 
@@ -116,6 +126,16 @@ def as_shown(name: str, quality: float) -> tuple[str, float]:
     if name not in IN_BITS:
         return name, quality
     return IN_BITS[name], -math.log2(max(quality, sys.float_info.min))
+
+
+def image_error(quality: float, images: int) -> float:
+    """Returns the standard error of an accuracy over so many images, with two right and two wrong ones added
+    (Agresti and Coull, 1998), so that none is 0; 0 without images.
+    """
+    if not images or not math.isfinite(quality):
+        return 0.0
+    near = (quality * images + 2) / (images + 4)
+    return math.sqrt(near * (1 - near) / (images + 4))
 
 
 def is_complete(point: Point) -> bool:

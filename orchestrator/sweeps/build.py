@@ -18,6 +18,8 @@ from orchestrator.estimate import branch_step
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, Status
 from orchestrator.frontier.published import papers_metric, published
+from orchestrator.inference.measure import A_BATCH, ONE_IMAGE, measured_rows
+from orchestrator.inference.points import with_inference
 from orchestrator.records import read_run
 from orchestrator.runs.measurements import measurements
 from orchestrator.runs.run_directory import Result
@@ -137,8 +139,9 @@ def sweep_frontier(directory: str, *, live: bool = False) -> tuple[Frontier, Swe
         raise UsageError(f"no sweep in {directory}")
     if not (trials := read_trials(directory, sweep, live=live)):
         raise UsageError(f"the sweep in {directory} has no trials yet")
-    frontier = build_frontier(sweep, trials, live=live)
-    return with_operating(frontier, operating_rows(directory)), sweep, trials
+    frontier = with_operating(build_frontier(sweep, trials, live=live), operating_rows(directory))
+    one, batch = (measured_rows(directory, setting) for setting in (ONE_IMAGE, A_BATCH))
+    return with_inference(frontier, one, batch), sweep, trials
 
 
 def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord], *, live: bool) -> Frontier:
@@ -296,6 +299,7 @@ def _point(
         settings=found,
         runs=tuple((trial.run_id, None) for trial in same[1:]),
         quality_name=sweep.quality,
+        images=sweep.val_images if sweep.quality.startswith("val/acc") else 0,
         load_run=partial(_load_run, {trial.run_id: trial for trial in same}),
     )
     return replace(point, qualities=qualities) if len(same) > 1 and whole else point

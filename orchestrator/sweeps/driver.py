@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
@@ -18,12 +18,14 @@ from orchestrator import storage
 from orchestrator.checkpoint.models import read_model
 from orchestrator.codec import changed_fields, differences, flat, override, read_config, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.costs import Cost, computed, cost_of, known_costs
+from orchestrator.costs import BESIDE_TRAINING, MS, Cost, computed, cost_of, known_costs
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import BudgetExhausted, UsageError, reason_of
 from orchestrator.estimate import branch_step
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
+from orchestrator.inference.measure import complete_measurement, estimated_s
+from orchestrator.inference.points import INFERENCE
 from orchestrator.planning.findings import require
 from orchestrator.planning.preflight import preflight
 from orchestrator.plugins import check_loaded, save_plugins
@@ -60,6 +62,7 @@ from orchestrator.training.train import Mode, recording_errors, with_data, worki
 
 log = logging.getLogger(__name__)
 
+AT_MOST_S = 120.0  # of measuring what arms take to use, by default
 SAMPLED = 200  # draws of a space that set the reference of a search
 
 
@@ -76,6 +79,8 @@ class SweepOptions(Config):
         flops_per_s: of a device; predicts how long trials take until the first has ended; None: none.
         labels: further tags of the sweep in trackers.
         trackers: what follows the sweep beside MLflow.
+        measure: what finished arms take to use, once none trains: ``auto``, where that takes less than two
+            minutes or a tenth of the sweep.
     """
 
     mode: Mode = "auto"
@@ -87,6 +92,7 @@ class SweepOptions(Config):
     flops_per_s: PositiveFloat | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     trackers: tuple[TrackerConfig, ...] = ()
+    measure: Literal["auto", "always", "never"] = "never"
 
 
 def run_sweep(
@@ -118,6 +124,7 @@ def run_sweep(
             raise BudgetExhausted("the budget does not hold a single trial: give a larger one")
         for cost in (each for each in known_costs().values() if each.measured and not run.trials_left()):
             measure_costs([state.trial for state in run.queue.states.values()], cost)
+        measure_inference(run, options)
         frontier = publish(directory)
         for point in knee_points(frontier.points, 0 if run.trials_left() else options.retrain):
             _retrain(run, point.arm)
@@ -143,7 +150,12 @@ def trained_trials(
     if options.search and sweep.space is None:
         raise UsageError(f"the sweep {sweep.base.name} has no space to search: give it one, or name arms")
     sweep = with_counted_cost(sweep.based_on(with_data(sweep.base)))
-    if options.search and (cost := cost_of(sweep.cost)) and cost.measured:
+    if sweep.cost == BESIDE_TRAINING:
+        raise UsageError(
+            f"cost={sweep.cost!r} is timed while others train, and orders nothing: take cost={MS!r}, which is"
+            " measured when all trials have ended"
+        )
+    if options.search and (sweep.cost in INFERENCE or ((cost := cost_of(sweep.cost)) and cost.measured)):
         raise UsageError(
             f"{sweep.cost} is measured when all trials have ended: a search cannot learn from it"
         )
@@ -196,6 +208,23 @@ def measure_costs(trials: Iterable[Trial], cost: Cost) -> None:
     found = cost.of_models([read_model(run.checkpoints) for run in runs])
     for run, value in zip(runs, found or (), strict=True):
         write_measurement(run.path, {cost.kind: value})
+
+
+def measure_inference(run: SweepRun, options: SweepOptions) -> None:
+    """Measures what the finished arms take to use, if that is wanted and they are not measured yet."""
+    directory, needed = SweepDir.of(run.sweep.base).path, run.sweep.cost in INFERENCE
+    arms = len({state.trial.arm for state in run.queue.states.values()})
+    wanted = options.measure == "always" or (
+        options.measure == "auto" and estimated_s(arms) <= max(AT_MOST_S, run.budget.spent_s / 10)
+    )
+    if run.trials_left() or not (needed or wanted):
+        return
+    try:
+        complete_measurement(directory, say=run.watch.say)
+    except UsageError as error:
+        if needed:
+            raise
+        run.watch.say(f"what the arms take to use is not measured: {error}")
 
 
 def make_search(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSearch:

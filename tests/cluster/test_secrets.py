@@ -112,7 +112,15 @@ def test_planted_secrets_are_nowhere(env: dict[str, str], folder: Path) -> None:
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
     assert {at for each in processes(env) for at in listens_at(each)} <= {"127.0.0.1", "::1"}
     fields = ["--set", "train.steps=20", "train.report_every=10"]
-    sweep = ["jobs/pareto_sweep.py", "--sweep", f"{ROOT}/tests/jobs/small_sweep.py:make", "--confirm", "0"]
+    sweep = [
+        "jobs/pareto_sweep.py",
+        "--sweep",
+        f"{ROOT}/tests/jobs/small_sweep.py:make",
+        "--confirm",
+        "0",
+        "--measure",
+        "never",
+    ]
     joined = env | {"RAY_ADDRESS": f"127.0.0.1:{gcs}", "PYTHONPATH": str(ROOT)}
     with_password = env["MLFLOW_TRACKING_URI"].replace("//", f"//team:{MARK}uri@")
     said = run(joined, [sys.executable, *sweep, *fields, "--tracking-uri", with_password], code=1)

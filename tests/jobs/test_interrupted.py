@@ -215,7 +215,17 @@ def test_a_sweep_saves_its_running_trials(tmp_path):
     """Two train at the time of the signal; the others have not begun."""
     sweep = tmp_path / "sweep.py"
     sweep.write_text(SWEEP)
-    command = ("jobs/pareto_sweep.py", "--sweep", f"{sweep}:make", "--confirm", "0", "--grace", "90")
+    command = (
+        "jobs/pareto_sweep.py",
+        "--sweep",
+        f"{sweep}:make",
+        "--confirm",
+        "0",
+        "--measure",
+        "never",
+        "--grace",
+        "90",
+    )
     home = tmp_path / "home"
     said = interrupted(start(home, *command), signal.SIGUSR1, home / "small/trials/a/metrics.jsonl")
     saved = dict(re.findall(r"small/trials/(\w+) is saved at step (\d+)", said))
@@ -286,7 +296,17 @@ def test_a_closed_terminal_saves_the_trials_of_a_sweep(tmp_path):
     """
     sweep, home = tmp_path / "sweep.py", tmp_path / "home"
     sweep.write_text(SWEEP)
-    words = ["jobs/pareto_sweep.py", "--sweep", f"{sweep}:make", "--confirm", "0", "--grace", "90"]
+    words = [
+        "jobs/pareto_sweep.py",
+        "--sweep",
+        f"{sweep}:make",
+        "--confirm",
+        "0",
+        "--measure",
+        "never",
+        "--grace",
+        "90",
+    ]
     env = {"MOE_FRONTIER_HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
     ours, theirs = pty.openpty()
     command = subprocess.Popen(

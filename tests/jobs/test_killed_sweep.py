@@ -24,7 +24,15 @@ State = dict[str, tuple[str, float, float, str]]
 
 
 def start(home: Path, *interpreter: str, concurrent: int = 2, **env: str) -> subprocess.Popen[bytes]:
-    job = ["jobs/pareto_sweep.py", "--sweep", "tests/jobs/small_sweep.py:make", "--confirm", "0"]
+    job = [
+        "jobs/pareto_sweep.py",
+        "--sweep",
+        "tests/jobs/small_sweep.py:make",
+        "--confirm",
+        "0",
+        "--measure",
+        "never",
+    ]
     command = [*interpreter, *job, "--max-concurrent", str(concurrent)]
     home.mkdir(exist_ok=True)
     with (home / "log.txt").open("ab") as log:

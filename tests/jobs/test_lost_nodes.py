@@ -46,7 +46,15 @@ def nodes() -> Iterator[subprocess.Popen[str]]:
 def start(home: Path, address: str) -> subprocess.Popen[bytes]:
     home.mkdir(exist_ok=True)
     (home / "six.py").write_text(SWEEP)
-    command = ["jobs/pareto_sweep.py", "--sweep", f"{home}/six.py:make", "--confirm", "0"]
+    command = [
+        "jobs/pareto_sweep.py",
+        "--sweep",
+        f"{home}/six.py:make",
+        "--confirm",
+        "0",
+        "--measure",
+        "never",
+    ]
     env = os.environ | {"MOE_FRONTIER_HOME": str(home), "RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
     with (home / "log.txt").open("ab") as log:
         return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, stdout=log, stderr=log)

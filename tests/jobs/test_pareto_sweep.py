@@ -43,7 +43,16 @@ Call = Callable[..., tuple[str, str]]
 @pytest.fixture
 def command(cluster: None, empty_home: Path, tmp_path: Path) -> list[str]:
     (tmp_path / "small.py").write_text(SWEEP)
-    return ["--sweep", f"{tmp_path}/small.py:make", "--confirm", "0", "--max-concurrent", "1"]
+    return [
+        "--sweep",
+        f"{tmp_path}/small.py:make",
+        "--confirm",
+        "0",
+        "--measure",
+        "never",
+        "--max-concurrent",
+        "1",
+    ]
 
 
 @pytest.mark.smoke
@@ -142,6 +151,8 @@ def test_the_quickstart_confirms_its_knee(
     assert not stopped
     assert "[ 4/4]" in said
     assert "retraining" in said
+    assert "timing 4 models in turns: one image, onnxruntime, 1 thread" in said
+    assert "Times of inference are of ONNX files" in (empty_home / "quickstart/frontier.html").read_text()
     spent = json.loads((empty_home / "quickstart/spent.json").read_text())
     assert (len(spent["jobs"]), spent["running"]) == (5, []), "the confirmation is paid for too"
 

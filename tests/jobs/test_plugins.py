@@ -101,7 +101,10 @@ def test_a_sweep_of_guests(empty_home, call, new_process, tmp_path):
     names = ("proportions", "cosine", "convnet", "lion")
     task, *files = (Path(shutil.copy(OWN / f"{name}.py", tmp_path)) for name in names)
     plugins = [word for file in (task, *files) for word in ("--plugin", str(file))]
-    sweep, of = tmp_path / "guests.py", ["--sweep", f"{tmp_path}/guests.py:make", "--confirm", "0"]
+    sweep, of = (
+        tmp_path / "guests.py",
+        ["--sweep", f"{tmp_path}/guests.py:make", "--confirm", "0", "--measure", "never"],
+    )
     sweep.write_text(SWEEP)
     stopped, said = call(pareto_sweep.main, *of, *plugins)
     assert stopped == "", said

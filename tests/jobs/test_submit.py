@@ -95,7 +95,15 @@ def test_a_submitted_job_trains_and_its_exit_code_tells_the_truth(env, head):
     assert stranger.returncode != 0
 
 
-SWEEP = ["jobs/pareto_sweep.py", "--sweep", f"{ROOT}/tests/jobs/small_sweep.py:make", "--confirm", "0"]
+SWEEP = [
+    "jobs/pareto_sweep.py",
+    "--sweep",
+    f"{ROOT}/tests/jobs/small_sweep.py:make",
+    "--confirm",
+    "0",
+    "--measure",
+    "never",
+]
 SWEEP += ["--max-concurrent", "1"]
 
 
@@ -148,13 +156,25 @@ def ray_job(env: dict[str, str], head: str, *command: str) -> str:
 @pytest.mark.slow
 def test_a_failing_trial_is_a_failed_job(env, head, tmp_path):
     """A learning rate that no number survives is an outcome; a third of all images damaged is a failure."""
-    made = submit(env, head, "jobs/pareto_sweep.py", "--set", "train.steps=1", "--confirm", "0")
+    made = submit(
+        env, head, "jobs/pareto_sweep.py", "--set", "train.steps=1", "--confirm", "0", "--measure", "never"
+    )
     assert made.returncode == 0, made.stdout[-3000:]
     shards = sorted((Path(env["MOE_FRONTIER_HOME"]) / "data/cluttered-digits/train").iterdir())
     for shard in shards[::3]:
         shard.write_bytes(bytes(shard.stat().st_size))
     again = submit(
-        env, head, "jobs/pareto_sweep.py", "--set", "train.steps=1", "--name", "broken", "--confirm", "0"
+        env,
+        head,
+        "jobs/pareto_sweep.py",
+        "--set",
+        "train.steps=1",
+        "--name",
+        "broken",
+        "--confirm",
+        "0",
+        "--measure",
+        "never",
     )
     assert again.returncode == 1
     assert "36 runs failed" in again.stdout

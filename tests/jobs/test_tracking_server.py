@@ -20,7 +20,7 @@ from tests.orchestrator.tracking.stores import Postgres
 pytestmark = pytest.mark.slow  # some minutes: the quickstart's 36 trials, and a server that starts twice
 
 TRIALS = 36
-SWEEP = ("jobs/pareto_sweep.py", "--set", "train.steps=20", "--confirm", "0")
+SWEEP = ("jobs/pareto_sweep.py", "--set", "train.steps=20", "--confirm", "0", "--measure", "never")
 TRAIN = ("jobs/train.py", "--name", "one", "--set", "train.steps=2")
 
 

@@ -31,7 +31,7 @@ def make(scale: Scale) -> Sweep:
     arms = {name: sweep.changes[name] for name in names}
     return replace(sweep, base=replace(sweep.base, name="four"), arms=arms, seeds=())
 """
-WORDS = "--set train.steps=16 train.report_every=8 train.schedule.warmup_steps=2 --confirm 0"
+WORDS = "--set train.steps=16 train.report_every=8 train.schedule.warmup_steps=2 --confirm 0 --measure never"
 WORDS += " --max-concurrent 1 --tune train.lr=3e-3,1e-2 --tune-seeds 1 --tune-at width=16 --budget-hours 1"
 
 

@@ -250,6 +250,7 @@ def sweep_cases(root: Path) -> dict[Field, list[tuple[str, Pair, Pair]]]:
     of_options("flops_per_s", "swept:events", None, paid)
     of_options("labels", "swept:labels", {"team": "a"})
     of_options("trackers", "swept:followed", (TensorBoardConfig(),))
+    of_options("measure", "swept:said", "always")
     for cls, name, value in (
         ("EarlyStopping", "chance", 0.1),
         ("EarlyStopping", "loss", 0.5),

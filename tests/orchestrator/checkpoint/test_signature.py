@@ -1,7 +1,6 @@
 """The signature of a model: the same behind every door."""
 
 import json
-import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,6 +15,7 @@ from PIL import Image
 
 from moe import load_signature
 from moe.signature import Signature, read_signature
+from orchestrator import inference
 from orchestrator.checkpoint import graphs
 from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import signature_of, write_export
@@ -101,10 +101,9 @@ def test_graphs_have_it(signed: ModelRef, tmp_path: Path) -> None:
     graphs.write_onnx(model, str(tmp_path / "a.onnx"), SIGNED)
     found = {each.key: each.value for each in onnx.load(str(tmp_path / "a.onnx")).metadata_props}
     assert read_signature(found["signature"]) == SIGNED
-    reader: dict[str, Any] = {}
-    page = Path(__file__).parents[3].joinpath("docs/signature.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(code.replace("model.onnx", str(tmp_path / "a.onnx")), reader)
+    reader: dict[str, Any] = {"__file__": str(tmp_path / "read.py"), "__name__": "reader"}
+    (tmp_path / "a.onnx").rename(tmp_path / "model.onnx")
+    exec(Path(inference.__path__[0], "reader.py").read_text(), reader)
     for way, resize, (name, image) in product(WAYS, ("shorter", "square"), PICTURES.items()):
         reader["signature"] = to_dict(here := replace(SIGNED, pixels=way, resize=resize))
         pixels = normalize(Transform.of(here)(signed.preparation.prepare(image)))

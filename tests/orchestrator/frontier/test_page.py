@@ -32,29 +32,54 @@ def test_page_loads_nothing() -> None:
 
 
 def summary(frontier: Frontier) -> list[str]:
-    head = frontier_page(frontier).split("</h1>")[1].split("<form")[0]
-    return [" ".join(part.split()) for part in re.sub("<(?!p>)[^>]+>", "", head).split("<p>")[1:]]
+    """The paragraphs above the plots."""
+    return paragraphs(frontier_page(frontier).split("</h1>")[1].split("<form")[0])
+
+
+def counted(frontier: Frontier) -> str:
+    """The paragraph below the table."""
+    (found,) = paragraphs(frontier_page(frontier).split("</table>")[1].split("<script")[0])
+    return found
+
+
+def paragraphs(text: str) -> list[str]:
+    text = text.replace("<p class=verdict>", "<p>")
+    return [" ".join(part.split()) for part in re.sub("<(?!p>)[^>]+>", "", text).split("<p>")[1:]]
 
 
 def test_head_counts_trials_as_trials_and_arms_as_arms() -> None:
     states = (*[("a", "finished")] * 2, ("b", "finished"), ("b", "failed"), *[("c", "not started")] * 2)
     seeded = replace(FRONTIER, trials=states, data="367 images of digits (val split)")
-    subtitle, counts = summary(seeded)
+    subtitle, *verdict = summary(seeded)
+    counts = counted(seeded)
     assert subtitle == (
         f"3 arms {TIMES} 2 seeds = 6 trials. Validation accuracy @1 on 367 images of digits (val split): mean"
-        " of 2 seeds, bars: standard error of the mean."
+        " of 2 seeds; ± and bars: standard error by seeds."
     )
+    assert verdict == [
+        "Best: ec-2, accuracy @1 0.9500.",
+        "Knee, the best trade on the frontier: soft-1, accuracy @1 0.9000, 5.0 points less for 4% of the"
+        f" cost (Training FLOPs (6 {TIMES} MAC)).",
+        "No error is known of these qualities: take several seeds.",
+    ]
     assert counts.startswith("Trials: 3 finished, 1 failed, 0 diverged, 2 not started &middot; 4 arms on")
     assert "1 retrained &middot; knee soft-1 (one seed, not decided) &middot;" in counts
     reference = f"(1.00{TIMES}10¹², 0.1)"
     area = f"hypervolume 1.3749 in (log10 cost, 1 - quality) to the reference {reference}"
     rises = "which rises if an arm is added that costs more than all before: hypervolumes compare only with"
     assert counts.endswith(f"{area}, {rises} the same reference")
-    (counts,) = summary(FRONTIER)
+    counts = counted(FRONTIER)
     assert counts.startswith("4 of 11 points on the frontier")
     assert counts.endswith(area)
-    single, _ = summary(replace(FRONTIER, trials=states[:1]))
-    assert single == (f"1 arm {TIMES} 1 seed = 1 trial. Validation accuracy @1: one seed, no error known.")
+    single, *_ = summary(replace(FRONTIER, trials=states[:1]))
+    assert single == (
+        f"1 arm {TIMES} 1 seed = 1 trial. Validation accuracy @1: one seed, whose error is not known."
+    )
+    judged = replace(FRONTIER, points=tuple(replace(point, images=100) for point in FRONTIER.points))
+    best, knee, doubt = summary(judged)
+    assert best.startswith("Best: ec-2, accuracy @1 0.9500 ± 0.0252. Not told apart from it (95%): ")
+    assert "5.0 points less, a difference that is not decided, for 4% of the cost" in knee
+    assert re.match(r"Less than \d+\.\d points is not decided, by 100 images, one seed each", doubt)
 
 
 def test_a_baseline_that_no_arm_beats_is_named_as_such() -> None:
@@ -84,9 +109,9 @@ def test_a_row_has_numbers_texts_and_links() -> None:
     assert 'data-role="frontier" data-family="dense"' in row
     numbers = re.findall('<td class="number" data-key="([^"]*)">([^<]*)<', row)
     assert numbers == [
+        ("0.8", "0.8000 ± 0.1000"),
         ("20000000000.0", f"2.00{TIMES}10¹⁰"),
         ("50.0", "50"),
-        ("0.8", "0.8000 ± 0.1000"),
         ("1", "1"),
     ]
     assert '<td class="status">frontier, knee</td>' in row

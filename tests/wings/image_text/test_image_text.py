@@ -126,7 +126,18 @@ def test_a_sweep_over_trained_towers(home: Path, call: Call, cluster: None) -> N
         *("--sweep", "lit", "--models", "classes,beside", "--data", digits(str(home), "digits-captions")),
     )
     assert "an image tower has a linear head" in stopped
-    words = ["--sweep", "lit", "--models", "classes", "--confirm", "0", "--max-concurrent", "1"]
+    words = [
+        "--sweep",
+        "lit",
+        "--models",
+        "classes",
+        "--confirm",
+        "0",
+        "--measure",
+        "never",
+        "--max-concurrent",
+        "1",
+    ]
     words += ["--set", "train.steps=20"]
     stopped, printed = call(pareto_sweep.main, *words)
     assert stopped == ""

@@ -1,0 +1,285 @@
+"""The best model within bounds, the models that cannot be told apart from it, and what other bounds buy.
+
+Qualities are compared as in Hsu's multiple comparisons with the best (1984): the arm that is truly best
+within the bounds is the named one, or one of those not told apart from it, with a probability of 95 %. The
+error of a mean is that of its seeds, pooled over all arms, and that of the images on which it was judged.
+Images are the same for all arms, which is not made use of: that errs towards telling fewer arms apart.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.special import stdtrit
+
+from orchestrator.costs import FORWARD, MS_P95, cost_of
+from orchestrator.errors import UsageError
+from orchestrator.frontier.figure import axis_title, number
+from orchestrator.frontier.points import (
+    Point,
+    as_shown,
+    image_error,
+    is_complete,
+    knee_point,
+    quartiles,
+)
+
+CONFIDENCE = 0.95
+MOST_NAMED = 4  # arms of a sentence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """What is known of the errors of a sweep's qualities.
+
+    Attributes:
+        seed_sd: spread over seeds, pooled over arms; NaN: no arm has several.
+        freedom: degrees of freedom of that spread.
+        images: on which an accuracy was judged; 0: unknown, or the quality is no accuracy.
+        critical: Student's t at which one arm of several is told apart from the best.
+    """
+
+    seed_sd: float
+    freedom: int
+    images: int
+    critical: float
+
+    def of(self, point: Point) -> float:
+        """Returns the standard error of a point's quality."""
+        seeds = 0.0 if math.isnan(self.seed_sd) else self.seed_sd**2 / max(len(point.qualities), 1)
+        return math.sqrt(seeds + image_error(point.quality, point.images) ** 2)
+
+    def apart(self, point: Point, other: Point) -> float:
+        """Returns the smallest difference of two points that counts."""
+        return self.critical * math.hypot(self.of(point), self.of(other))
+
+    def __str__(self) -> str:
+        known = [f"{self.images:,} images"] if self.images else []
+        known += ["seeds"] if self.freedom else []
+        lacking = "" if self.freedom else ", one seed each, whose error is not known"
+        return f"by {' and '.join(known) or 'no error that is known'}{lacking}"
+
+
+def errors_of(points: Sequence[Point]) -> Errors:
+    """Returns the errors of arms that are compared with the best of them."""
+    groups = [np.array(point.qualities) for point in points if len(point.qualities) > 1]
+    freedom = sum(len(group) - 1 for group in groups)
+    squares = sum(float(((group - group.mean()) ** 2).sum()) for group in groups)
+    level = 1 - (1 - CONFIDENCE) / max(len(points) - 1, 1)  # one-sided, for all arms together
+    return Errors(
+        seed_sd=math.sqrt(squares / freedom) if freedom else math.nan,
+        freedom=freedom,
+        images=max(point.images for point in points),
+        critical=float(stdtrit(freedom or 1e9, level)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What holds within bounds.
+
+    Attributes:
+        bounds: metric of a cost -> the most that it may be; of a measured cost, its upper end.
+        best: the point of the highest quality within them; None: no point keeps them.
+        tied: the points within them that are not told apart from the best, the highest quality first.
+        others: the number of points within them that are worse.
+        nearest: where no point keeps the bounds, the one that exceeds them least.
+        looser: the cheapest point, by the first bound, of a higher quality than the best; None: no such one.
+        tighter: the best of the points that are cheaper than all of `best` and `tied`.
+        errors: of the qualities.
+    """
+
+    bounds: Mapping[str, float]
+    quality_name: str
+    best: Point | None
+    tied: tuple[Point, ...] = ()
+    others: int = 0
+    nearest: Point | None = None
+    looser: Point | None = None
+    tighter: Point | None = None
+    errors: Errors
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def cheapest(self) -> Point | None:
+        """The cheapest, by the first bound, of the best and those not told apart from it."""
+        named = (self.best, *self.tied) if self.best else ()
+        return min(named, key=self._upper, default=None)
+
+    def _upper(self, point: Point) -> float:
+        return upper(point, next(iter(self.bounds)))
+
+    def lines(self) -> list[str]:
+        """Returns the answer in words."""
+        first = next(iter(self.bounds))
+        said = " and ".join(f"{most:g} {_unit(name)} ({_what(name)})" for name, most in self.bounds.items())
+        if self.best is None:
+            if self.nearest is None:
+                return [f"No finished arm has these costs: {said}."]
+            return [
+                f"No arm keeps within {said}.",
+                f"The nearest is {self._named(self.nearest)}. What would have to change: a bound of"
+                f" {self._costs(self.nearest, upper)}; or a smaller model, fewer layers, smaller images.",
+            ]
+        lines = [f"Best within {said}: {self._named(self.best)}."]
+        if self.tied:
+            each = "; ".join(map(self._named, self.tied))
+            lines.append(f"Not told apart from it ({CONFIDENCE:.0%}): {each}.")
+            if (cheapest := self.cheapest) is not None and cheapest is not self.best:
+                lines.append(f"The cheapest of these is {cheapest.arm}: take it if cost matters more to you.")
+        else:
+            lines.append(
+                f"All {self.others} other arms within the bound are worse."
+                if self.others
+                else "No other arm keeps the bound."
+            )
+        if self.looser is not None:
+            decided = self.looser.quality - self.best.quality > self.errors.apart(self.looser, self.best)
+            bound = f"{number(self._upper(self.looser))} {_unit(first)}"
+            doubt = "" if decided else "; the difference is not decided"
+            lines.append(f"A looser bound, {bound}, buys {self._named(self.looser)}{doubt}.")
+        else:
+            lines.append("No looser bound buys a better arm of this sweep.")
+        if self.tighter is not None:
+            bound = f"{number(self._upper(self.tighter))} {_unit(first)}"
+            lines.append(f"A tighter bound, {bound}, still holds {self._named(self.tighter)}.")
+        least = 100 * self.errors.apart(self.best, self.best)
+        lines.append(f"± is the standard error {self.errors}: less than {least:.1f} points is not decided.")
+        if self.unknown:
+            lines.append(f"Not judged, because a cost is unknown: {', '.join(self.unknown)}.")
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def _named(self, point: Point) -> str:
+        name, quality = as_shown(self.quality_name, point.quality)
+        error = self.errors.of(point)
+        title = axis_title(name).removeprefix("Validation ")
+        return f"{point.arm}, {title} {quality:.4f}{f' ± {error:.4f}' if error else ''}, {self._costs(point)}"
+
+    def _costs(self, point: Point, of: Callable[[Point, str], float] | None = None) -> str:
+        return ", ".join(
+            f"{number(of(point, name)) if of else _with_end(point, name)} {_unit(name)}"
+            for name in self.bounds
+        )
+
+
+_WHAT = {
+    MS_P95: "95th percentile of a call",
+    "infer/batch_ms_per_image": "an image of a batch",
+    "infer/memory_mib": "peak memory",
+    "infer/file_mb": "size of the file",
+    FORWARD: "forward pass of an image",
+}
+
+
+def _what(cost_name: str) -> str:
+    return _WHAT.get(cost_name, axis_title(cost_name))
+
+
+def _unit(cost_name: str) -> str:
+    cost = cost_of(cost_name)
+    return cost.unit if cost else ""
+
+
+def verdict(points: Sequence[Point], *, quality_name: str, cost_name: str) -> list[str]:
+    """Returns what the finished points say, in words: the best, the knee, and what they cannot tell. Empty
+    for fewer than two.
+    """
+    finished = sorted(filter(is_complete, points), key=lambda point: (-point.quality, point.cost))
+    if len(finished) < 2:
+        return []
+    errors, (best, *rest) = errors_of(finished), finished
+    tied = [point for point in rest if best.quality - point.quality <= errors.apart(best, point)]
+    known = errors.freedom or errors.images
+    title = axis_title(as_shown(quality_name, best.quality)[0]).removeprefix("Validation ")
+    lines = [f"Best: {best.arm}, {title} {best.quality_text}."]
+    if tied and known:
+        names = ", ".join(point.arm for point in tied[:MOST_NAMED])
+        more = f" and {len(tied) - MOST_NAMED} more" if len(tied) > MOST_NAMED else ""
+        lines[0] += f" Not told apart from it ({CONFIDENCE:.0%}): {names}{more}."
+    knee = knee_point(finished)
+    if knee is not best:
+        less, part = 100 * (best.quality - knee.quality), knee.cost / best.cost
+        doubt = ", a difference that is not decided," if knee in tied and known else ""
+        lines.append(
+            f"Knee, the best trade on the frontier: {knee.arm}, {title} {knee.quality_text}, {less:.1f}"
+            f" points less{doubt} for {part:.0%} of the cost ({axis_title(cost_name)})."
+        )
+    if known:
+        least, spread = errors.apart(best, best), best.quality - finished[-1].quality
+        none = "; no two arms differ by that" if spread < least else ""
+        lines.append(f"Less than {100 * least:.1f} points is not decided, {errors}{none}.")
+    else:
+        lines.append("No error is known of these qualities: take several seeds.")
+    return lines
+
+
+def upper(point: Point, cost_name: str) -> float:
+    """Returns the upper end of a cost; infinite where it is unknown."""
+    if cost_name not in point.costs or not math.isfinite(point.costs[cost_name]):
+        return math.inf
+    return quartiles(replace(point, cost=point.costs[cost_name]), cost_name)[1]
+
+
+def _with_end(point: Point, cost_name: str) -> str:
+    cost, high = point.costs[cost_name], upper(point, cost_name)
+    return f"{number(cost)} (up to {number(high)})" if high > cost else number(cost)
+
+
+def answer(points: Sequence[Point], bounds: Mapping[str, float], *, quality_name: str) -> Answer:
+    """Returns the answer for these points.
+
+    Raises:
+        UsageError: for no bounds, a bound that is not above 0, or if no point is finished.
+    """
+    if not bounds:
+        raise UsageError("give at least one bound, such as `max_ms` 5")
+    for name, most in bounds.items():
+        if not most > 0:
+            raise UsageError(f"a bound of {name} must be above 0, got {most:g}")
+    finished = [point for point in points if is_complete(point)]
+    if not finished:
+        raise UsageError("no arm has finished: there is nothing to choose from")
+    first = next(iter(bounds))
+    known = [point for point in finished if all(upper(point, name) < math.inf for name in bounds)]
+    within = [point for point in known if all(upper(point, name) <= most for name, most in bounds.items())]
+    within.sort(key=lambda point: (-point.quality, upper(point, first)))
+    errors = errors_of(within or known or finished)
+    unknown = tuple(point.arm for point in finished if point not in known)
+    if not within:
+        excess = {p.arm: max(upper(p, name) / most for name, most in bounds.items()) for p in known}
+        nearest = min(known, key=lambda point: excess[point.arm], default=None)
+        return Answer(
+            bounds=bounds,
+            quality_name=quality_name,
+            best=None,
+            nearest=nearest,
+            errors=errors,
+            unknown=unknown,
+        )
+    best, *rest = within
+    tied = tuple(point for point in rest if best.quality - point.quality <= errors.apart(best, point))
+    others = {name: most for name, most in bounds.items() if name != first}
+    dearer = [
+        point
+        for point in known
+        if point not in within
+        and point.quality > best.quality
+        and all(upper(point, name) <= most for name, most in others.items())
+    ]
+    least = min(upper(point, first) for point in (best, *tied))
+    cheaper = [point for point in rest if upper(point, first) < least]
+    return Answer(
+        bounds=bounds,
+        quality_name=quality_name,
+        best=best,
+        tied=tied,
+        others=len(rest) - len(tied),
+        looser=min(dearer, key=lambda point: upper(point, first), default=None),
+        tighter=max(cheaper, key=lambda point: point.quality, default=None),
+        errors=errors,
+        unknown=unknown,
+    )

@@ -1,0 +1,305 @@
+"""Measures what the finished arms of a sweep take to use, alone and in turns, and keeps it with the sweep.
+
+One trained model of each arm is written to the file that a user is handed. A process that does nothing else
+times all of them in turns: its times compare, and a front may be drawn through them.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from orchestrator.checkpoint.files import SUFFIX
+from orchestrator.checkpoint.models import ModelRef, read_model
+from orchestrator.checkpoint.weights import export
+from orchestrator.errors import UsageError
+from orchestrator.inference.clock import ClockJob, Runtime
+from orchestrator.inference.timing import Round, is_disturbed, quiet_rounds, times
+from orchestrator.plugins import shipped
+from orchestrator.runs.measurements import HOST, made_by, measurements, rows_of, write_measurement
+from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
+
+TABLE, ROUNDS_TABLE = "inference.json", "inference_rounds.json"
+MIB = 2**20
+
+MeasuredRow = Mapping[str, Any]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How models are called: the runtime, so many images at a time, and so many threads."""
+
+    runtime: Runtime = "onnx"
+    batch: int = 1
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "threads"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+
+    def __str__(self) -> str:
+        images = "one image" if self.batch == 1 else f"{self.batch} images"
+        runtime = {"onnx": "onnxruntime", "torch": "torch"}[self.runtime]
+        return f"{images}, {runtime}, {self.threads} thread{'s' * (self.threads > 1)}"
+
+
+ONE_IMAGE, A_BATCH = Setting(), Setting(batch=32)
+DEFAULTS = (ONE_IMAGE, A_BATCH, Setting(runtime="torch"))
+
+
+def machine() -> str:
+    """Returns the processor of this machine and how many of them it has."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+            name = names[0] if names else name
+    except OSError:
+        pass
+    return f"{os.cpu_count()} x {name}"
+
+
+def measured_rows(directory: str, setting: Setting, *, on: str | None = None) -> list[MeasuredRow]:
+    """Returns the rows of the last measurement of a sweep at a setting, on the machine `on` if that is given:
+    one for each arm. Empty if there is none.
+    """
+    for each in reversed(measurements(directory)):
+        rows: list[MeasuredRow] = [
+            row for row in rows_of(each.tables.get(TABLE, {"columns": [], "data": []})) if _is(row, setting)
+        ]
+        if rows and on in (None, rows[0]["machine"]):
+            return rows
+    return []
+
+
+def measure_sweep(
+    directory: str,
+    settings: Sequence[Setting] = DEFAULTS,
+    *,
+    say: Say = lambda line: None,
+    at_most_s: float = 60.0,
+) -> list[MeasuredRow]:
+    """Measures the finished arms of the sweep in a directory, and writes it to its record. Returns the rows.
+
+    An arm whose model cannot be written for a runtime is left out there, and named.
+
+    Raises:
+        UsageError: if no arm has finished, models read no images, or a package is missing.
+    """
+    models = typical_models(directory)
+    if not models:
+        raise UsageError(f"{directory} has no finished arm whose model reads images: nothing to measure")
+    rows, rounds = list[MeasuredRow](), list[dict[str, Any]]()
+    with TemporaryDirectory(prefix="moe-frontier-") as folder:
+        runtimes: dict[Runtime, None] = dict.fromkeys(setting.runtime for setting in settings)
+        for runtime in runtimes:
+            files = write_models(models, runtime, folder, say)
+            for setting in (s for s in settings if s.runtime == runtime) if files else ():
+                say(f"timing {len(files)} models in turns: {setting}")
+                found, memory = run_clock({a: models[a] for a in files}, files, setting, at_most_s)
+                rows += _rows(models, files, setting, found, memory)
+                rounds += _round_rows(setting, found)
+                if text := disturbance(found):
+                    say(text)
+    if rows:
+        tables = {TABLE: _columns(rows), ROUNDS_TABLE: _columns(rounds)}
+        write_measurement(directory, {}, tables=tables, by={"machine": machine()})
+    return rows
+
+
+def estimated_s(arms: int) -> float:
+    """Returns about how long the default measurement of so many small models takes."""
+    return 45.0 + 8.0 * arms / (os.cpu_count() or 1)
+
+
+def complete_measurement(directory: str, *, say: Say) -> None:
+    """Measures a sweep at the default settings at which a finished arm has no row yet."""
+    own = SweepDir(directory)
+    if (sweep := own.record()) is None:
+        raise UsageError(f"no sweep in {directory}")
+    finished = {arm for arm, _ in _typical(own, sweep)}
+    known = {setting: {row["arm"] for row in measured_rows(directory, setting)} for setting in DEFAULTS}
+    if missing := [setting for setting, arms in known.items() if not finished <= arms]:
+        measure_sweep(directory, missing, say=say)
+
+
+def typical_models(directory: str) -> dict[str, ModelRef]:
+    """Returns a trained model of each finished arm whose models read images: that of its first seed."""
+    own = SweepDir(directory)
+    if (sweep := own.record()) is None:
+        raise UsageError(f"no sweep in {directory}")
+    return {arm: read_model(own.trial(labels).checkpoints) for arm, labels in _typical(own, sweep)}
+
+
+def _typical(own: SweepDir, sweep: SweepRecord) -> Iterator[tuple[str, dict[str, str]]]:
+    seen = set[str]()
+    for labels in sweep.trials.values():
+        arm = labels["arm"]
+        if labels["role"] != "trial" or arm in seen:
+            continue
+        if (end := own.trial(labels).result()) and end.status == "finished":
+            seen.add(arm)
+            if read_model(own.trial(labels).checkpoints, whole=False).run.model.image_side():
+                yield arm, labels
+
+
+def write_models(models: Mapping[str, ModelRef], runtime: Runtime, folder: str, say: Say) -> dict[str, str]:
+    """Writes the file of each model that a runtime opens, ONNX on all processors; returns arm -> file."""
+    endings: Mapping[Runtime, str] = {"onnx": ".onnx", "torch": SUFFIX}
+    paths = {arm: f"{folder}/{number}{endings[runtime]}" for number, arm in enumerate(models)}
+    if runtime == "torch":
+        for arm, model in models.items():
+            _write_moe(model, paths[arm])
+        return paths
+    say(f"writing {len(models)} models as ONNX")
+    why = _write_onnx({model.location: paths[arm] for arm, model in models.items()}, _plugins(models))
+    found = dict[str, str]()
+    for arm, model in models.items():
+        if reason := why[model.location]:
+            say(f"{arm} is left out, because it cannot be written for {runtime}: {reason}")
+        else:
+            found[arm] = paths[arm]
+    return found
+
+
+def _write_moe(model: ModelRef, path: str) -> None:
+    if model.location.endswith(SUFFIX):
+        shutil.copy(model.location, path)
+    else:
+        export(model.location, path)
+
+
+def _write_onnx(files: Mapping[str, str], plugins: Mapping[str, str]) -> dict[str, str]:
+    """Writes models, by their locations, to files; returns location -> why it failed, empty if it did not."""
+    locations, workers = [*files], min(os.cpu_count() or 1, (len(files) + 1) // 2)
+    shares = [locations[number::workers] for number in range(workers)]
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = [
+            {"files": {location: files[location] for location in share}, "plugins": plugins}
+            for share in shares
+        ]
+        answers = pool.map(partial(_in_process, "writer"), jobs)
+        return {
+            location: why
+            for share, reasons in zip(shares, answers, strict=True)
+            for location, why in zip(share, reasons, strict=True)
+        }
+
+
+def _in_process(module: str, job: Any, **env: str) -> list[Any]:
+    """Returns what a module of this package prints for a job, when it is all that a process does.
+
+    Raises:
+        UsageError: if the process failed, as where a package is missing.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", f"orchestrator.inference.{module}"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        check=False,
+    )
+    if done.returncode:
+        raise UsageError(f"measuring failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", '"'))]
+
+
+def _plugins(models: Mapping[str, ModelRef]) -> dict[str, str]:
+    names = [plugin for model in models.values() for plugin in model.run.plugins]
+    return {plugin: text.decode() for plugin, text in shipped(dict.fromkeys(names)).items()}
+
+
+def run_clock(
+    models: Mapping[str, ModelRef], files: Mapping[str, str], setting: Setting, at_most_s: float
+) -> tuple[list[Round], list[float]]:
+    """Times the files of models in a process of its own; returns the rounds, and the peak memory of a process
+    with each model, in MiB.
+    """
+    job: ClockJob = {
+        "runtime": setting.runtime,
+        "batch": setting.batch,
+        "threads": setting.threads,
+        "files": [*files.values()],
+        "sides": [model.run.model.image_side() for model in models.values()],
+        "plugins": _plugins(models),
+        "at_most_s": at_most_s,
+    }
+    threads = {f"{library}_NUM_THREADS": str(setting.threads) for library in ("OMP", "OPENBLAS", "MKL")}
+    first, *lines = _in_process("clock", job, **threads)
+    rounds = [Round(**line | {"ms": tuple(map(tuple, line["ms"]))}) for line in lines]
+    return rounds, first["memory_mib"]
+
+
+def _rows(
+    models: Mapping[str, ModelRef],
+    files: Mapping[str, str],
+    setting: Setting,
+    rounds: Sequence[Round],
+    memory: Sequence[float],
+) -> Iterator[dict[str, Any]]:
+    quiet = quiet_rounds(rounds)
+    usual = median(each.reference_ms for each in rounds)
+    for (arm, file), found, mib in zip(files.items(), times(quiet), memory, strict=True):
+        yield {
+            "arm": arm,
+            "model": models[arm].name,
+            **asdict(setting),
+            "precision": "float32",
+            **asdict(found),
+            "memory_mib": mib,
+            "file_mb": sum(path.stat().st_size for path in Path(file).parent.glob(f"{Path(file).name}*"))
+            / 1e6,
+            "rounds": len(quiet),
+            "quiet": not any(is_disturbed(each, usual) for each in quiet),
+            "machine": machine(),
+            "host": made_by()[HOST],
+        }
+
+
+def _round_rows(setting: Setting, rounds: Sequence[Round]) -> Iterator[dict[str, Any]]:
+    usual = median(each.reference_ms for each in rounds)
+    for number, each in enumerate(rounds):
+        yield {
+            **asdict(setting),
+            "round": number,
+            "foreign": each.foreign,
+            "reference_ms": each.reference_ms,
+            "disturbed": is_disturbed(each, usual),
+        }
+
+
+def disturbance(rounds: Sequence[Round]) -> str:
+    """Says how many rounds other work disturbed, and what was done; empty if none was."""
+    usual = median(each.reference_ms for each in rounds)
+    disturbed = [each for each in rounds if is_disturbed(each, usual)]
+    if not disturbed:
+        return ""
+    used = max(each.foreign for each in disturbed)
+    by = f"others used up to {used:.1f} processors" if used > 0 else "the machine was slower for a while"
+    if len(quiet_rounds(rounds)) < len(rounds):
+        return f"{len(disturbed)} of {len(rounds)} rounds were disturbed ({by}), and are left out"
+    return (
+        f"{len(disturbed)} of {len(rounds)} rounds were disturbed ({by}): the order of times is right, their"
+        " level may be too high. Measure again when the machine is quiet"
+    )
+
+
+def _is(row: MeasuredRow, setting: Setting) -> bool:
+    return all(row[name] == value for name, value in asdict(setting).items())
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]}

@@ -1,0 +1,71 @@
+"""What a sweep's arms take to use, as costs of the points of its frontier."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from orchestrator.costs import MS, MS_P95, known_costs
+from orchestrator.frontier.frontier import Frontier
+from orchestrator.frontier.points import Point
+from orchestrator.inference.measure import MeasuredRow
+
+# cost -> its value, lower and upper end
+_COSTS: Mapping[str, Callable[[MeasuredRow], tuple[float, float, float]]] = {
+    MS: lambda row: (row["p50"], row["q25"], row["q75"]),
+    MS_P95: lambda row: (row["p95"], row["p95"], row["p95_high"]),
+    "infer/memory_mib": lambda row: (row["memory_mib"],) * 3,
+    "infer/file_mb": lambda row: (row["file_mb"],) * 3,
+}
+_BATCH_COSTS: Mapping[str, Callable[[MeasuredRow], tuple[float, float, float]]] = {
+    "infer/batch_ms_per_image": lambda row: tuple(row[name] / row["batch"] for name in ("p50", "q25", "q75")),
+}
+INFERENCE = (*_COSTS, *_BATCH_COSTS)
+
+
+def with_inference(
+    frontier: Frontier, rows: Sequence[MeasuredRow], batch_rows: Sequence[MeasuredRow] = ()
+) -> Frontier:
+    """Returns the frontier with the costs of rows of `measure.measured_rows`: of single calls, and of a batch
+    that is divided by its images. Arms that were not measured have none.
+    """
+    costs, spreads = dict[str, dict[str, float]](), dict[str, dict[str, tuple[float, float]]]()
+    for group, known in ((rows, _COSTS), (batch_rows, _BATCH_COSTS)):
+        for row in group:
+            for name, cost in known.items():
+                value, low, high = cost(row)
+                costs.setdefault(row["arm"], {})[name] = value
+                if low < high:
+                    spreads.setdefault(row["arm"], {})[name] = (low, high)
+    if not costs:
+        return frontier
+
+    def measured(point: Point) -> Point:
+        found = costs.get(point.arm, {})
+        return replace(
+            point,
+            cost=found.get(frontier.cost_name, point.cost),
+            costs={**point.costs, **found},
+            spreads={**point.spreads, **spreads.get(point.arm, {})},
+        )
+
+    drawn = [name for name, cost in known_costs().items() if cost.drawn or name == frontier.cost_name]
+    names = [name for name in INFERENCE if name in drawn]
+    highest = {name: max((of[name] for of in costs.values() if name in of), default=0.0) for name in names}
+    reference = {name: 1.1 * most for name, most in highest.items() if most}
+    return replace(
+        frontier,
+        points=tuple(map(measured, frontier.points)),
+        reference={**frontier.reference, **reference},
+        note=" ".join(filter(None, [frontier.note, _how(rows or batch_rows, batch_rows)])),
+    )
+
+
+def _how(rows: Sequence[MeasuredRow], batch_rows: Sequence[MeasuredRow]) -> str:
+    row = rows[0]
+    runtime = {"onnx": "ONNX files in onnxruntime", "torch": "eager torch"}[row["runtime"]]
+    batch = f", batches of {batch_rows[0]['batch']} likewise" if batch_rows else ""
+    threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
+    doubt = "" if row["quiet"] else " Other work disturbed them: the order is right, the level may be high."
+    return (
+        f"Times of inference are of {runtime}, {threads}, {row['precision']}, on {row['machine']}, measured"
+        f" alone and in turns over {row['rounds']} rounds: medians and quartiles{batch}.{doubt}"
+    )

@@ -1,0 +1,88 @@
+"""Functions are timed in turns; what disturbs a round is noticed, and such a round is repeated."""
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain, count, repeat
+from statistics import median
+
+import pytest
+
+from orchestrator.inference import timing
+from orchestrator.inference.timing import Round, in_turns, is_disturbed, quiet_rounds, times
+
+
+def made(*ms: float, reference_ms: float = 1.0, foreign: float = 0.0) -> Round:
+    return Round(ms=(ms,), reference_ms=reference_ms, foreign=foreign)
+
+
+def used(seconds: Iterator[float]) -> Callable[[], tuple[float, float]]:
+    """Returns a clock that goes on by a second, beside what others have used of processors."""
+    clock = count(0.0, 1.0)
+    return lambda: (next(clock), next(seconds))
+
+
+def sleeps(seconds: float) -> None:
+    """Takes so long by the clock, not by the processor."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+def test_every_function_has_its_turn_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "ROUNDS", 4)
+    monkeypatch.setattr(timing, "ROUND_S", 0.02)
+    monkeypatch.setattr(timing, "_busy", used(repeat(0.0)))
+    monkeypatch.setattr(timing, "_reference_ms", lambda: 1.0)
+    turns = list[str]()
+    functions = [
+        (lambda name=name, s=s: (turns.append(name), sleeps(s))) for name, s in (("a", 1e-4), ("b", 1e-3))
+    ]
+    rounds = list(in_turns(functions))
+    assert len(rounds) == 4
+    calls = {len(ms) for each in rounds for ms in each.ms}
+    assert len(calls) == 1
+    of_a, of_b = times(rounds)
+    assert 0.1 <= of_a.p50 < 1.0 <= of_b.p50
+    starts = [turns[place] for place in range(8, len(turns), 2 * (timing.WARM_UP + calls.pop()))]
+    assert {*starts} == {"a", "b"}, "the order changes from round to round"
+
+
+def test_a_disturbed_round_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the processors that others use, or by the reference; not for ever."""
+    monkeypatch.setattr(timing, "ROUNDS", 4)
+    monkeypatch.setattr(timing, "ROUND_S", 0.001)
+    monkeypatch.setattr(timing, "_busy", used(chain([0.0, 1.0, 1.0], repeat(1.5))))
+    references = iter([1.0, 1.0, 1.0, 1.5, 1.0, 1.0, 1.0])
+    monkeypatch.setattr(timing, "_reference_ms", lambda: next(references))
+    rounds = list(in_turns([lambda: None]))
+    assert [round(each.foreign, 1) for each in rounds] == [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert [is_disturbed(each, 1.0) for each in rounds] == [True, True, False, True, False, False, False]
+    monkeypatch.setattr(timing, "_busy", used(count(0.0, 1.0)))
+    monkeypatch.setattr(timing, "_reference_ms", lambda: 1.0)
+    assert len(list(in_turns([lambda: None]))) == 8
+
+
+def test_quiet_rounds_alone_count_if_there_are_enough() -> None:
+    quiet, disturbed = [made(1.0)] * 10, [made(9.0, foreign=0.5), made(9.0, reference_ms=1.3)]
+    assert quiet_rounds([*quiet, *disturbed]) == quiet
+    assert len(quiet_rounds([*quiet[:9], *disturbed])) == 11
+
+
+def test_percentiles_by_hand() -> None:
+    """Ten rounds of one call, 1 to 10 ms: the median is 5.5; each fifth has two, the last 9 and 10."""
+    (found,) = times([made(float(ms)) for ms in range(1, 11)])
+    assert (found.p50, found.q25, found.q75) == (5.5, 3.25, 7.75)
+    assert found.p95 == pytest.approx(9.55)
+    assert found.p95_high == pytest.approx(9.95)
+    (same,) = times([made(2.0, 2.0)] * 10)
+    assert {same.p50, same.q25, same.q75, same.p95, same.p95_high} == {2.0}
+
+
+def test_what_others_use_is_read_where_the_system_says_it() -> None:
+    """This process's own work is not that of others."""
+    before = timing._busy()
+    sleeps(0.5)
+    after = timing._busy()
+    own = (after[1] - before[1]) / (after[0] - before[0])
+    assert own == own, "this system says it"
+    assert median([timing._reference_ms() for _ in range(3)]) > 0
