@@ -31,6 +31,7 @@ from jobs._cli import (
     models_of,
     print_table,
     source_labels,
+    with_flags,
 )
 from jobs._flags import flag, numbers, pair, parse, positive
 from jobs.train import RunFlags, print_fields
@@ -156,6 +157,12 @@ class SweepFlags:
         "auto",
         "measure what finished arms take to use: time, memory and size of the ONNX file; auto: where that"
         " takes less than two minutes or a tenth of the sweep",
+    )
+    owner_hours: float | None = flag(
+        None,
+        "device-hours of all your runs and sweeps below the storage in a calendar month (UTC); trials that do"
+        " not fit are not started",
+        read=positive,
     )
     run: RunFlags
 
@@ -324,7 +331,12 @@ def sweep(flags: SweepFlags) -> None:
     sweep, tuning, policy = flags.make(), flags.tuning(), flags.policy()
     first = tuning and tuning.first_round(sweep)
     kind, device = flags.priced(sweep)
-    budget = Budget(hours=flags.budget_hours, usd=flags.budget_usd, usd_per_hour=device.usd_per_hour)
+    budget = Budget(
+        hours=flags.budget_hours,
+        usd=flags.budget_usd,
+        usd_per_hour=device.usd_per_hour,
+        owner_hours=flags.owner_hours,
+    )
     flops_per_s = None if flags.mfu is None else device.flops_per_s(flags.mfu)
     if not flags.plan:
         check_sweep(sweep, verify=flags.run.verify)
@@ -383,9 +395,10 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
     from orchestrator.tracking.store import redact_uri
 
     own, uri = SweepDir.of(sweep.base), flags.run.places.uri()
-    if left := run.trials_left():
-        more = "Run again with a larger --budget-hours or --budget-usd to continue."
-        print(f"Budget exhausted: {left} trials not finished. {more}")
+    left = run.trials_left()
+    if left or run.unpaid:
+        what = f"{left} trials not finished" if left else f"{', '.join(run.unpaid)} not trained again"
+        print(f"Budget exhausted: {what}. {with_flags(run.budget.way_out)}.")
     print_frontier(frontier)
     floor = guessing(sweep.base) if sweep.quality == sweep.base.task.quality else 0.0
     if poor := [point.arm for point in frontier.points if point.quality <= floor]:

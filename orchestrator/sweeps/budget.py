@@ -16,8 +16,10 @@ from orchestrator.errors import BudgetExhausted, UsageError
 from orchestrator.runs.run_directory import Result, RunDir, read_json, write_json
 from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps.queue import Job, Outcome, TrialState
+from orchestrator.sweeps.spending import OthersSpending, month_of, months_of
 
 SAVE_EVERY_S = 30.0
+MORE = "Run again with a larger `hours` or `usd` to continue"
 NEAREST = 8  # ended jobs of similar size that an estimate is fitted to
 
 
@@ -66,14 +68,20 @@ def _device(where: str, entry: object) -> Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """A bound on device-hours, and on money at `usd_per_hour` of a device; None: no bound."""
+    """A bound on device-hours, and on money at `usd_per_hour` of a device; None: no bound.
+
+    Attributes:
+        owner_hours: device-hours of all runs and sweeps of the sweep's owner in its storage, in a calendar
+            month (UTC).
+    """
 
     hours: float | None = None
     usd: float | None = None
     usd_per_hour: float = 0.0
+    owner_hours: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("hours", self.hours), ("usd", self.usd)):
+        for name, value in (("hours", self.hours), ("usd", self.usd), ("owner_hours", self.owner_hours)):
             if value is not None and not value > 0:  # also refuses nan
                 raise UsageError(f"`{name}` must be above 0, got {value:g}")
         if self.usd is not None and self.usd_per_hour <= 0:
@@ -82,8 +90,13 @@ class Budget:
                 " hour: name a device of jobs/prices.yaml, or use `hours`"
             )
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether there is any bound."""
+        return math.isfinite(self.limit_s()) or self.owner_hours is not None
+
     def limit_s(self) -> float:
-        """Device-seconds in all; infinite without bounds."""
+        """Device-seconds of the sweep; infinite without bounds."""
         hours = math.inf if self.hours is None else self.hours
         return 3600 * (hours if self.usd is None else min(hours, self.usd / self.usd_per_hour))
 
@@ -95,7 +108,7 @@ class Budget:
         if left_s <= 0:
             raise BudgetExhausted(
                 f"Budget exhausted: {spent_s / 3600:.3g} of {self.limit_s() / 3600:.3g} device-hours are"
-                " spent. Run again with a larger `hours` or `usd` to continue"
+                f" spent. {MORE}"
             )
         return self if math.isinf(left_s) else replace(self, hours=left_s / 3600, usd=None)
 
@@ -127,6 +140,7 @@ class RunningJob:
 
 class BudgetTracker:
     """Counts the device-seconds that jobs hold, from start to end, over all processes that run the sweep.
+    Each save charges those since the last one to the month and to the owner of this process.
 
     The duration of a job is predicted from the ended jobs nearest in FLOPs. A job that did not end before its
     process did is charged all the same, and teaches its pace: by `leave`, or by the next process from what
@@ -134,14 +148,24 @@ class BudgetTracker:
 
     Args:
         directory: of the sweep; its file ``spent.json`` survives the process.
+        owner: the user whom this process runs for.
         flops_per_s: of a device, until the first job has ended. By default such jobs are predicted to take
             no time, so all of them are admitted.
+
+    Attributes:
+        way_out: what is to be done about the last job that was not admitted.
     """
 
-    def __init__(self, budget: Budget, directory: str, *, flops_per_s: float = math.inf) -> None:
+    def __init__(
+        self, budget: Budget, directory: str, *, owner: str = "", flops_per_s: float = math.inf
+    ) -> None:
         self.budget = budget
         self.flops_per_s = flops_per_s
-        self._file = SweepDir(directory).spent
+        self.way_out = MORE
+        self._owner = owner
+        self._others = OthersSpending(directory, owner)
+        own = SweepDir(directory)
+        self._file = own.spent
         kept = read_json(self._file) or {}
         self.spent_s: float = kept.get("device_s", 0.0)
         self.spent_usd: float = kept.get("usd", 0.0)  # at the price of each process
@@ -151,14 +175,34 @@ class BudgetTracker:
         self._charge(0.0, kept.get("jobs", ()))
         for left in kept.get("running", ()):
             self._charge(left["device_s"], left["pace"])
+        self._months = months_of(own, kept)
+        self._counted_s = self.spent_s  # of which the months are known
 
     def admits(self, job: Job, state: TrialState) -> bool:
         """Whether the job fits beside what is spent and what running jobs still need."""
         if state.name in self._running:
             return True  # it was admitted: its process died, and this is another
         running = sum(max(each.predicted_s, each.held_s()) for each in self._running.values())
-        needed = self.predict_s(_flops(state, state.begins_at, job.until))
-        return self.spent_s + running + needed <= self.budget.limit_s()
+        needed = running + self.predict_s(_flops(state, state.begins_at, job.until))
+        if self.spent_s + needed > self.budget.limit_s():
+            self.way_out = MORE
+            return False
+        return self._owner_affords(needed - self.held_s())
+
+    def _owner_affords(self, needed_s: float) -> bool:
+        """Whether the owner's month holds so many device-seconds beside all that was spent in it."""
+        if (bound := self.budget.owner_hours) is None:
+            return True
+        month = self._count()
+        spent_s = self._months[month][self._owner] + self._others.device_s(month)
+        if spent_s + needed_s <= 3600 * bound:
+            return True
+        more = f", and {needed_s / 3600:.4g} more are needed" if needed_s else ""
+        self.way_out = (
+            f"{self._owner} has spent {spent_s / 3600:.4g} of {bound:g} device-hours in {month} (UTC) below"
+            f" {self._others.root}{more}. Run again with a larger `owner_hours`, or next month, to continue"
+        )
+        return False
 
     def begin(self, job: Job) -> None:
         """Notes the start of a job. It continues from the newest checkpoint of its run."""
@@ -199,15 +243,24 @@ class BudgetTracker:
         self._running.clear()
         self.save()
 
+    def _count(self) -> str:
+        """Charges what was spent since the last call to the month that it is, which it returns."""
+        month, total_s = month_of(time.time()), self.spent_s + self.held_s()
+        of = self._months.setdefault(month, {})
+        of[self._owner] = of.get(self._owner, 0.0) + total_s - self._counted_s
+        self._counted_s = total_s
+        return month
+
     def save(self) -> None:
         """Writes what is spent, and what running jobs hold so far: every half minute while they run."""
         self._saved_s = time.monotonic()
+        self._count()
         running = [
             {"device_s": (held_s := job.held_s()), "usd": self._usd(held_s), "pace": job.pace()}
             for job in self._running.values()
         ]
-        spent = {"device_s": self.spent_s, "usd": self.spent_usd, "jobs": self._ended, "running": running}
-        write_json(self._file, spent)
+        spent = {"device_s": self.spent_s, "usd": self.spent_usd, "months": self._months}
+        write_json(self._file, spent | {"jobs": self._ended, "running": running})
 
     def _usd(self, device_s: float) -> float:
         return device_s / 3600 * self.budget.usd_per_hour

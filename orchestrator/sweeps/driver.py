@@ -30,7 +30,7 @@ from orchestrator.planning.findings import require
 from orchestrator.planning.preflight import preflight
 from orchestrator.plugins import check_loaded, save_plugins
 from orchestrator.runs.contents import contents_of, moved
-from orchestrator.runs.measurements import made_by, measurements, write_measurement
+from orchestrator.runs.measurements import USER, made_by, measurements, write_measurement
 from orchestrator.runs.metrics_file import Metrics
 from orchestrator.runs.run_directory import (
     DATA,
@@ -121,7 +121,7 @@ def run_sweep(
     directory = RunDir.of(sweep.base).path
     with trained_trials(sweep, options, progress=progress, store=store) as run:
         if run.trials_left() and not any(s.reached or s.outcome for s in run.queue.states.values()):
-            raise BudgetExhausted("the budget does not hold a single trial: give a larger one")
+            raise BudgetExhausted(f"the budget does not hold a single trial. {run.budget.way_out}")
         for cost in (each for each in known_costs().values() if each.measured and not run.trials_left()):
             measure_costs([state.trial for state in run.queue.states.values()], cost)
         measure_inference(run, options)
@@ -174,7 +174,8 @@ def trained_trials(
         followers = [Sync(store, directory), *(tracker.follow(directory) for tracker in options.trackers)]
         with following(followers, watch.say), SystemMetrics(directory):
             status = "interrupted"
-            budget = BudgetTracker(options.budget, directory, flops_per_s=options.flops_per_s or math.inf)
+            flops_per_s = options.flops_per_s or math.inf
+            budget = BudgetTracker(options.budget, directory, owner=labels[USER], flops_per_s=flops_per_s)
             try:
                 run = SweepRun(sweep, budget, options.policy, options.max_concurrent, search, watch)
                 run.work()

@@ -118,7 +118,7 @@ class SweepRun:
         known = [name for name, cost in known_costs().items() if cost.known_before]
         self.sweep = sweep
         self.budget = budget
-        self.policy = policy.for_sweep(sweep, known=known, budgeted=math.isfinite(budget.budget.limit_s()))
+        self.policy = policy.for_sweep(sweep, known=known, budgeted=budget.budget.is_bound)
         self.search = search
         self.watch = watch
         self.retrained: dict[str, Outcome] = {}

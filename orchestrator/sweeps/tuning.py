@@ -236,19 +236,14 @@ def tune(
     while True:
         first = tuning.first_round(sweep, values)
         with trained_trials(first, first_options, progress=progress, store=store) as run:
-            left, failures, spent_s, say = (
-                run.trials_left(),
-                run.failures(),
-                run.budget.spent_s,
-                run.watch.say,
-            )
+            left, failures, budget, say = run.trials_left(), run.failures(), run.budget, run.watch.say
         if failures:
             reasons = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
             raise UsageError(f"{len(failures)} trials of {first.base.name} failed:{reasons}")
         if left:
             raise BudgetExhausted(
-                f"Budget exhausted: {left} trials of {first.base.name}, the first round, not finished. Run"
-                " again with a larger `hours` or `usd` to continue"
+                f"Budget exhausted: {left} trials of {first.base.name}, the first round, not finished."
+                f" {budget.way_out}"
             )
         points = {point.arm: point for point in sweep_frontier(own.path)[0].points}
         arms = dict.fromkeys(tuning.tuned_arms(sweep).values())
@@ -272,7 +267,7 @@ def tune(
     options = replace(
         options,
         mode="auto",
-        budget=options.budget.less(spent_s),
+        budget=options.budget.less(budget.spent_s),
         labels={**options.labels, TUNED: label},
     )
     sweep = tuning.applied(sweep, best)

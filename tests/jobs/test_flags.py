@@ -123,6 +123,7 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
         (SweepFlags, "--tune train.lr=1,2 --set train.lr=3", "--tune and --set train.lr exclude each other"),
         (SweepFlags, "--budget-hours -1", "--budget-hours: must be above 0, got -1"),
         (SweepFlags, "--budget-usd nan", "--budget-usd: must be above 0, got nan"),
+        (SweepFlags, "--owner-hours 0", "--owner-hours: must be above 0, got 0"),
         (SweepFlags, "--confirm -1", "--confirm: must be at least 0, got -1"),
         (Evaluation, "--batch-size 0", "--batch-size: must be at least 1, got 0"),
         (evaluate.EvaluateFlags, "soft --shots 1,x", "'1,x': write numbers, e.g. 1,5,10,25"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from mlflow import MlflowClient
 
 from jobs import _signals
+from orchestrator.runs.state import directory_state
 from tests.jobs.bare import run_bare
 
 ROOT = Path(__file__).parents[2]
@@ -162,15 +164,20 @@ def start(home: Path, *command: str) -> subprocess.Popen[str]:
 
 def interrupted(process: subprocess.Popen[str], sent: signal.Signals, after: Path) -> str:
     """Sends the signal once the file has a report of step 20 or later. Returns what the command said."""
+    return ended(process, after, lambda: process.send_signal(sent), 128 + sent)
+
+
+def ended(process: subprocess.Popen[str], after: Path, end: Callable[[], object], code: int) -> str:
+    """Calls `end` once the file has a report of step 20 or later. Returns what the command said."""
     try:
         while max(steps_in(after), default=0) < 20:
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.1)
-        process.send_signal(sent)
+        end()
         said, _ = process.communicate(timeout=300)
     finally:
         process.kill()  # else it would train beside the other tests
-    assert process.returncode == 128 + sent, said
+    assert process.returncode == code, said
     return said
 
 
@@ -211,8 +218,9 @@ def test_a_run_saves_and_continues_without_repeating_a_step(sent, workers, tmp_p
 
 
 @pytest.mark.smoke
-def test_a_sweep_saves_its_running_trials(tmp_path):
-    """Two train at the time of the signal; the others have not begun."""
+@pytest.mark.parametrize("by", ["signal", "command"])
+def test_a_sweep_saves_its_running_trials(by, tmp_path):
+    """Two train at the time of the signal, or of `sweeps.py stop`; the others have not begun."""
     sweep = tmp_path / "sweep.py"
     sweep.write_text(SWEEP)
     command = (
@@ -227,11 +235,22 @@ def test_a_sweep_saves_its_running_trials(tmp_path):
         "90",
     )
     home = tmp_path / "home"
-    said = interrupted(start(home, *command), signal.SIGUSR1, home / "small/trials/a/metrics.jsonl")
+    process, reports = start(home, *command), home / "small/trials/a/metrics.jsonl"
+
+    def stop() -> None:
+        """Stops the sweep from another process, and waits for its end."""
+        told, _ = (asks := start(home, "jobs/sweeps.py", "stop", "small")).communicate(timeout=300)
+        assert (asks.returncode, "small is stopped; the same command continues it" in told) == (0, True), told
+
+    if by == "signal":
+        said = interrupted(process, signal.SIGUSR1, reports)
+    else:
+        said = ended(process, reports, stop, 130)
     saved = dict(re.findall(r"small/trials/(\w+) is saved at step (\d+)", said))
     assert {"a"} <= saved.keys() < {"a", "b", "c"}, said
     assert "Traceback" not in said
     assert statuses(home) == {"KILLED"}
+    assert directory_state(f"{home}/small") == "stopped"
     again = start(home, *command)
     said, _ = again.communicate(timeout=600)
     assert again.returncode == 0, said

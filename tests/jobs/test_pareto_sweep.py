@@ -56,12 +56,26 @@ def command(cluster: None, empty_home: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.smoke
-def test_an_exhausted_budget_has_an_exit_code_of_its_own(command: list[str], call: Call) -> None:
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("--budget-hours", "Run again with a larger --budget-hours or --budget-usd to continue"),
+        (
+            "--owner-hours",
+            r"ada has spent \S+ of 1e-06 device-hours in 20\d\d-\d\d \(UTC\) below \S+, and \S+"
+            r" more are needed. Run again with a larger --owner-hours, or next month, to continue",
+        ),
+    ],
+)
+def test_an_exhausted_budget_has_an_exit_code_of_its_own(
+    flag: str, why: str, command: list[str], call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first trial is admitted, because nothing is known of its duration; it spends more than there is."""
-    command += ["--budget-hours", "1e-6"]
+    monkeypatch.setenv("LOGNAME", "ada")
+    command += [flag, "1e-6"]
     stopped, said = call(pareto_sweep.main, *command)
     assert stopped == str(OUT_OF_BUDGET)
-    assert "Budget exhausted: 1 trials not finished." in said
+    assert re.search(rf"Budget exhausted: 1 trials not finished\. {why}\.", said)
     assert "This sweep was stopped before its end." in said
     stopped, _ = call(pareto_sweep.main, *command)
     assert stopped == str(OUT_OF_BUDGET)

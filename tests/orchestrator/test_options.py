@@ -218,6 +218,7 @@ def sweep_cases(root: Path) -> dict[Field, list[tuple[str, Pair, Pair]]]:
     space = replace(sweep, arms={}, space=widths)
     paid = SweepOptions(budget=Budget(hours=1.0), flops_per_s=1e4)
     in_usd = replace(paid, budget=Budget(usd=1.0, usd_per_hour=1.0))
+    owned = replace(paid, budget=Budget(owner_hours=1.0))
     uneven = replace(sweep, arms=arms_of(48, 8, 32, 16, 40, 24))
     trunk = replace(sweep, trunk=Trunk(at=(4, 8), cooldown=2))
     found: dict[Field, list[tuple[str, Pair, Pair]]] = {}
@@ -267,7 +268,12 @@ def sweep_cases(root: Path) -> dict[Field, list[tuple[str, Pair, Pair]]]:
         assert was.trunk
         now = replace(was, trunk=replace(was.trunk, **{name: value}))
         found[cls, name] = [("trials", (was, options), (now, options))]
-    for name, value, was in (("hours", 1e6, paid), ("usd", 1e6, in_usd), ("usd_per_hour", 1e-6, in_usd)):
+    for name, value, was in (
+        ("hours", 1e6, paid),
+        ("usd", 1e6, in_usd),
+        ("usd_per_hour", 1e-6, in_usd),
+        ("owner_hours", 1e6, owned),
+    ):
         now = replace(was, budget=replace(was.budget, **{name: value}))
         found["Budget", name] = [("swept:events", (sweep, was), (sweep, now))]
     for name, by, value in (

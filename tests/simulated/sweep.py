@@ -42,7 +42,7 @@ from orchestrator.tracking.find import KEY, record_of
 from orchestrator.tracking.lost import set_right
 from orchestrator.tracking.sync import MEASURED, REMOVABLE
 from orchestrator.training import fit as fit_file, loop, worker
-from orchestrator.training.metrics import Meter
+from orchestrator.training.metrics import CostCounters, Meter
 from tests.made_directories import run_at
 from tests.simulated.machine import Fault, Machine, Requests, TrialKilled
 from tests.simulated.store import EXPERIMENT_ID, MemoryStore, SimulatedTracking
@@ -83,6 +83,8 @@ class _Worker(worker.Worker):
         if self.done:
             self.metrics_file.resumed(self.done)
         self.meter = Meter(workers=1, device_s=self.progress.device_s)
+        self.counters = CostCounters((), self.device)
+        self.flops_per_image = 1.0
         self.utilization: Any = SimpleNamespace(read=dict)
         same: Any = SimpleNamespace(training=iter, gather=lambda: (7, []), traffic=dict)
         self.samples = same
@@ -295,7 +297,10 @@ class Simulation:
             if (state := directory_state(trial.path)) != "finished":
                 wrong.append(f"{name} is {state}")
         lost = 2 * STEP_S * len(self.schedule.faults) + STEP_S  # what no process lived to write down
-        spent = json.loads(storage.read_bytes(own.spent))["device_s"]
+        paid = json.loads(storage.read_bytes(own.spent))
+        spent, by_month = paid["device_s"], sum(sum(of.values()) for of in paid["months"].values())
+        if abs(spent - by_month) > 1e-6:
+            wrong.append(f"{spent} device-seconds are charged, and {by_month} of them to a month")
         if spent + lost * bool(self.schedule.faults) < self.trained * STEP_S:
             wrong.append(f"{spent} of {self.trained * STEP_S} device-seconds are charged")
         return wrong

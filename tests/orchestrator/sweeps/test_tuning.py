@@ -185,7 +185,7 @@ class Rounds:
         yield SimpleNamespace(
             trials_left=lambda: self.left,
             failures=lambda: failed,
-            budget=SimpleNamespace(spent_s=self.spent_s),
+            budget=SimpleNamespace(spent_s=self.spent_s, way_out="Run again"),
             watch=SimpleNamespace(say=self.said.append),
         )
 
