@@ -62,7 +62,7 @@ from .sweeps.sweep import Sweep as Sweep, Trunk as Trunk
 from .sweeps.tuning import Tuning as Tuning, tune as tune
 from .tasks import ClassificationConfig as ClassificationConfig, TaskConfig as TaskConfig
 from .tasks.base import Heads as Heads
-from .tracking.base import Follower as Follower, TrackerConfig as TrackerConfig
+from .tracking.base import Follower as Follower
 from .tracking.projection import Projection as Projection
-from .tracking.tensorboard import TensorBoardConfig as TensorBoardConfig
+from .tracking.tensorboard import TensorBoardConfig as TensorBoardConfig, TrackerConfig as TrackerConfig
 from .training.train import train as train

@@ -84,7 +84,11 @@ def write_pyfunc(source: ModelRef, out: str, mlmodel: MLmodel | None = None) -> 
         work = Path(folder)
         write_file(f"{work}/model/{WEIGHTS}", source.load().state_dict(), {"format": "pt"})
         (work / "model" / CONFIG).write_text(json.dumps(config, indent=1))
-        python = [*MOE.rglob("*.py"), *(MOE.parent / "orchestrator" / name for name in FILES)]
+        python = [
+            *MOE.rglob("*.py"),
+            *MOE.rglob("*.pyi"),
+            *(MOE.parent / "orchestrator" / name for name in FILES),
+        ]
         for file in python:
             copy = work / file.relative_to(MOE.parent)
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -53,6 +53,11 @@ def killed_in(directory: str) -> None:
     """Leaves the lock of a process that was killed on a machine that is gone."""
     lock = json.dumps({"holder": "h", "host": "gone", "pid": 7}).encode()
     storage.write_bytes(f"{directory}/lock", lock)
+    wait_for_its_end(directory)
+
+
+def wait_for_its_end(directory: str) -> None:
+    """Waits until a process that was killed counts as killed: a copy of its lock is as young as a new one."""
     while (holder := holder_of(directory)) and holder.lives:
         time.sleep(0.1)
 
@@ -366,6 +371,7 @@ def test_random_steps_leave_nothing_without_an_owner(
     def rename(name: str) -> None:
         copied(f"{root}/{name}", f"{root}/{name}x")
         storage.delete(f"{root}/{name}")
+        wait_for_its_end(f"{root}/{name}x")
 
     def aside(name: str) -> None:
         move_aside(f"{root}/{name}")
