@@ -15,6 +15,7 @@ the folder moe/ with weights and a model card.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def as_json(found: Answer, setting: Any, rows: Any) -> dict[str, Any]:
             "arm": point.arm,
             "model": point.typical_run,
             found.quality_name: point.quality,
-            "standard_error": found.errors.of(point),
+            "standard_error": None if math.isnan(point.standard_error) else point.standard_error,
             "costs": {n: [point.costs[n], upper(point, n)] for n in found.bounds if n in point.costs},
         }
 

@@ -111,7 +111,7 @@ class SweepFlags:
         None, "trials at the same time; default: as many as the cluster holds", least=1
     )
     confirm: int | None = flag(
-        None, "number of knees to train again on 2 workers; default: 1, with --branch-at 0", least=0
+        None, "number of knees to train again, for twice the steps; default: 1, with --branch-at 0", least=0
     )
     stop_early: tuple[str, ...] | None = flag(
         None,

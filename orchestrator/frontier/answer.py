@@ -61,12 +61,12 @@ class Errors:
         return f"by {' and '.join(known) or 'no error that is known'}{lacking}"
 
 
-def errors_of(points: Sequence[Point]) -> Errors:
-    """Returns the errors of arms that are compared with the best of them."""
+def errors_of(points: Sequence[Point], compared: int) -> Errors:
+    """Returns the errors of arms, of which so many are compared with the best of them."""
     groups = [np.array(point.qualities) for point in points if len(point.qualities) > 1]
     freedom = sum(len(group) - 1 for group in groups)
     squares = sum(float(((group - group.mean()) ** 2).sum()) for group in groups)
-    level = 1 - (1 - CONFIDENCE) / max(len(points) - 1, 1)  # one-sided, for all arms together
+    level = 1 - (1 - CONFIDENCE) / max(compared - 1, 1)  # one-sided, for all arms together
     return Errors(
         seed_sd=math.sqrt(squares / freedom) if freedom else math.nan,
         freedom=freedom,
@@ -145,7 +145,7 @@ class Answer:
             bound = f"{number(self._upper(self.tighter))} {_unit(first)}"
             lines.append(f"A tighter bound, {bound}, still holds {self._named(self.tighter)}.")
         least = 100 * self.errors.apart(self.best, self.best)
-        lines.append(f"± is the standard error {self.errors}: less than {least:.1f} points is not decided.")
+        lines.append(f"± is the standard error. Less than {least:.1f} points is not decided, {self.errors}.")
         if self.unknown:
             lines.append(f"Not judged, because a cost is unknown: {', '.join(self.unknown)}.")
         return lines
@@ -154,10 +154,8 @@ class Answer:
         return "\n".join(self.lines())
 
     def _named(self, point: Point) -> str:
-        name, quality = as_shown(self.quality_name, point.quality)
-        error = self.errors.of(point)
-        title = axis_title(name).removeprefix("Validation ")
-        return f"{point.arm}, {title} {quality:.4f}{f' ± {error:.4f}' if error else ''}, {self._costs(point)}"
+        title = axis_title(as_shown(self.quality_name, point.quality)[0]).removeprefix("Validation ")
+        return f"{point.arm}, {title} {point.quality_text}, {self._costs(point)}"
 
     def _costs(self, point: Point, of: Callable[[Point, str], float] | None = None) -> str:
         return ", ".join(
@@ -191,7 +189,7 @@ def verdict(points: Sequence[Point], *, quality_name: str, cost_name: str) -> li
     finished = sorted(filter(is_complete, points), key=lambda point: (-point.quality, point.cost))
     if len(finished) < 2:
         return []
-    errors, (best, *rest) = errors_of(finished), finished
+    errors, (best, *rest) = errors_of(finished, len(finished)), finished
     tied = [point for point in rest if best.quality - point.quality <= errors.apart(best, point)]
     known = errors.freedom or errors.images
     title = axis_title(as_shown(quality_name, best.quality)[0]).removeprefix("Validation ")
@@ -247,7 +245,7 @@ def answer(points: Sequence[Point], bounds: Mapping[str, float], *, quality_name
     known = [point for point in finished if all(upper(point, name) < math.inf for name in bounds)]
     within = [point for point in known if all(upper(point, name) <= most for name, most in bounds.items())]
     within.sort(key=lambda point: (-point.quality, upper(point, first)))
-    errors = errors_of(within or known or finished)
+    errors = errors_of(finished, len(within))
     unknown = tuple(point.arm for point in finished if point not in known)
     if not within:
         excess = {p.arm: max(upper(p, name) / most for name, most in bounds.items()) for p in known}

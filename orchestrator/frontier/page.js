@@ -61,6 +61,28 @@ function showHover({ points: [{ hovertext }], event: { clientX, clientY } }) {
   hover.style.top = Math.max(4, Math.min(clientY + 16, clientHeight - height - 4)) + "px";
 }
 
+// Names the best arm within a bound, and those that are not told apart from it: as `answer.py` does.
+const bound = document.getElementById("bound"), choices = JSON.parse(document.getElementById("choices").textContent);
+function choose() {
+  const cost = bound.querySelector("select").value, slider = bound.querySelector("input");
+  const uppers = [...new Set(choices.arms.map(each => each.upper[cost]))].sort((a, b) => a - b);
+  slider.max = uppers.length - 1;
+  const most = uppers[slider.value];
+  const within = choices.arms.filter(each => each.upper[cost] <= most).sort((a, b) => b.quality - a.quality);
+  const [best, ...others] = within, critical = choices.critical[within.length - 1];
+  const tied = others.filter(({ quality, error }) => best.quality - quality <= critical * Math.hypot(best.error, error));
+  bound.querySelector("b").textContent = most < 1e5 ? Number(most.toPrecision(3)) : most.toExponential(2);
+  bound.querySelector("output").textContent = `${best.arm}, ${best.text}` +
+    (best.error && tied.length ? `; not told apart from it: ${tied.map(each => each.arm).join(", ")}` : "");
+}
+if (bound) {
+  bound.addEventListener("input", choose);
+  bound.addEventListener("submit", event => event.preventDefault());
+  bound.querySelector("input").max = choices.arms.length - 1;
+  bound.querySelector("input").value = choices.arms.length - 1;
+  choose();
+}
+
 // Unknown numbers stay last, whichever the direction.
 const collator = new Intl.Collator(undefined, { numeric: true });
 function sortBy(column, head) {

@@ -8,15 +8,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from typing import Any
 
 from jinja2 import Environment
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from orchestrator.costs import known_costs
 from orchestrator.frontier import figure
+from orchestrator.frontier.answer import errors_of, upper
 from orchestrator.frontier.claims import check_claim
 from orchestrator.frontier.frontier import Frontier, gains
-from orchestrator.frontier.points import SPACE, Point, hypervolume_by_budget
+from orchestrator.frontier.points import SPACE, Point, hypervolume_by_budget, is_complete
 
 _FILTERS = (
     figure.axis_title,
@@ -58,6 +61,8 @@ def frontier_page(frontier: Frontier) -> str:
         sizes=plots[0]["layout"]["meta"]["sizes"],
         gains=gains(frontier),
         verdicts=[check_claim(claim, frontier.points) for claim in frontier.claims],
+        costs={name: figure.axis_title(name) for name in _bounds(frontier)},
+        choices=_choices(frontier),
         columns=[
             ("Arm", "arm"),
             *((title, "number") for title in (*titles, frontier.size_title, *_together(frontier))),
@@ -71,6 +76,34 @@ def frontier_page(frontier: Frontier) -> str:
         plotly=Markup(get_plotlyjs()),
         javascript=Markup(_file("page.js")),
     )
+
+
+def _bounds(frontier: Frontier) -> list[str]:
+    """The costs that all finished points have, what a model takes to use first."""
+    points = [point for point in frontier.points if is_complete(point)]
+    shared = [n for n in known_costs() if points and all(upper(p, n) < math.inf for p in points)]
+    return sorted(shared, key=lambda name: not name.startswith("infer/"))
+
+
+def _choices(frontier: Frontier) -> dict[str, Any]:
+    """What the page needs to name the best arm within a bound, as `answer.answer` does: of each finished arm
+    its quality, error and the upper ends of its costs; and Student's t by the number of arms within.
+    """
+    points = [point for point in frontier.points if is_complete(point)]
+    errors = [errors_of(points, number) for number in range(1, len(points) + 1)]
+    return {
+        "critical": [each.critical for each in errors],
+        "arms": [
+            {
+                "arm": point.arm,
+                "quality": point.quality,
+                "text": point.quality_text,
+                "error": errors[0].of(point),
+                "upper": {name: upper(point, name) for name in _bounds(frontier)},
+            }
+            for point in points
+        ],
+    }
 
 
 def _file(name: str) -> str:

@@ -24,7 +24,7 @@ from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import export
 from orchestrator.errors import UsageError
 from orchestrator.inference.clock import ClockJob, Runtime
-from orchestrator.inference.timing import Round, is_disturbed, quiet_rounds, times
+from orchestrator.inference.timing import FOREIGN, Round, is_disturbed, quiet_rounds, times
 from orchestrator.plugins import shipped
 from orchestrator.runs.measurements import HOST, made_by, measurements, rows_of, write_measurement
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
@@ -252,7 +252,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     quiet = quiet_rounds(rounds)
     usual = median(each.reference_ms for each in rounds)
-    for (arm, file), found, mib in zip(files.items(), times(quiet), memory, strict=True):
+    for (arm, file), found, mib in zip(files.items(), times(rounds), memory, strict=True):
         yield {
             "arm": arm,
             "model": models[arm].name,
@@ -287,8 +287,10 @@ def disturbance(rounds: Sequence[Round]) -> str:
     disturbed = [each for each in rounds if is_disturbed(each, usual)]
     if not disturbed:
         return ""
-    used = max(each.foreign for each in disturbed)
-    by = f"others used up to {used:.1f} processors" if used > 0 else "the machine was slower for a while"
+    used = max(each.foreign for each in rounds)
+    by = (
+        f"others used up to {used:.1f} processors" if used > FOREIGN else "the machine was slower for a while"
+    )
     if len(quiet_rounds(rounds)) < len(rounds):
         return f"{len(disturbed)} of {len(rounds)} rounds were disturbed ({by}), and are left out"
     return (

@@ -21,6 +21,7 @@ ROUNDS, FEWEST_ROUNDS, MOST_CALLS = 20, 10, 100
 FOREIGN = 0.25  # processors that others use, from which a round is disturbed
 SLOWER = 1.25  # the reference, as a multiple of its median, from which a round is disturbed
 BLOCKS = 5  # parts of the rounds, of which each has a 95th percentile
+DRIFT = 1.1  # of a machine's level between two hours (bench/answer.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,8 @@ class Times:
     """Milliseconds of a call: its median with quartiles, and its 95th percentile.
 
     Attributes:
-        p95_high: the highest 95th percentile of a fifth of the rounds: what a promise may rest on.
+        p95_high: what a promise may rest on: the highest 95th percentile of a fifth of the rounds, those in
+            which the machine was slower among them, and a tenth more, by which its level drifts.
     """
 
     p50: float
@@ -94,14 +96,17 @@ def quiet_rounds(rounds: Sequence[Round]) -> list[Round]:
 
 
 def times(rounds: Sequence[Round]) -> list[Times]:
-    """Returns the times of each function over these rounds."""
-    blocks = [block for block in np.array_split(np.arange(len(rounds)), BLOCKS) if len(block)]
+    """Returns the times of each function over the rounds that `quiet_rounds` returns."""
+    undisturbed = [each for each in rounds if not each.foreign > FOREIGN]
+    promised = undisturbed if len(undisturbed) >= FEWEST_ROUNDS else [*rounds]
+    blocks = [block for block in np.array_split(np.arange(len(promised)), BLOCKS) if len(block)]
     found = []
-    for turns in zip(*(each.ms for each in rounds), strict=True):
-        ms = np.array(turns)
-        q25, p50, q75, p95 = np.percentile(ms, [25, 50, 75, 95]).tolist()
+    for index in range(len(rounds[0].ms)):
+        ms = np.array([each.ms[index] for each in promised])
         high = max(float(np.percentile(ms[block], 95)) for block in blocks)
-        found.append(Times(p50=p50, q25=q25, q75=q75, p95=p95, p95_high=max(high, p95)))
+        quiet = np.array([each.ms[index] for each in quiet_rounds(rounds)])
+        q25, p50, q75, p95 = np.percentile(quiet, [25, 50, 75, 95]).tolist()
+        found.append(Times(p50=p50, q25=q25, q75=q75, p95=p95, p95_high=DRIFT * max(high, p95)))
     return found
 
 

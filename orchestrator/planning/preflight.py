@@ -78,7 +78,7 @@ def preflight(
     Args:
         connect: joins or starts the Ray cluster.
         open_store: opens the tracking store for writing, as the sweep does.
-        retrain: whether the best arm will be trained again on two workers.
+        retrain: whether the best arm will be trained again.
         verify: also compare the SHA-256 of all shards.
         machines: also measure the network between nodes, and look at their clocks and disks.
     """
@@ -195,15 +195,9 @@ def unfit(sweep: Sweep) -> dict[str, str]:
 
 
 def check_retrain(sweep: Sweep) -> None:
-    """Raises UsageError, before anything is trained, if an arm could not be retrained."""
+    """Raises UsageError, before anything is trained, if arms could not be retrained."""
     if sweep.trunk:
         raise UsageError("cooldown branches are not retrained: use `retrain` 0")
-    for trial in sweep.trials().values():
-        if trial.run.model.moe:
-            try:
-                check_resources(sweep.retrain_config(trial))
-            except UsageError as error:
-                raise UsageError(f"retraining {trial.arm}: {error}; `retrain` 0 leaves it out") from None
 
 
 def _check_sweep(sweep: Sweep, *, verify: bool) -> str:

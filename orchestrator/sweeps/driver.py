@@ -75,7 +75,7 @@ class SweepOptions(Config):
         policy: which trial is next: every trial to its end, or early stopping.
         max_concurrent: trials at the same time; None: as many as the cluster holds.
         search: draws arms from the sweep's space, beside those it names; None: no arms are drawn.
-        retrain: arms at the knee that are trained again, for twice the steps, on several workers.
+        retrain: arms at the knee that are trained again, for twice the steps.
         flops_per_s: of a device; predicts how long trials take until the first has ended; None: none.
         labels: further tags of the sweep in trackers.
         trackers: what follows the sweep beside MLflow.

@@ -221,14 +221,9 @@ class Sweep(Config):
         return {name: trial.run for name, trial in self.trials().items()}
 
     def retrain_config(self, trial: Trial) -> RunConfig:
-        """The trial's run for twice its steps, on at least two workers, which share experts if it has any."""
-        changes: dict[str, Any] = {
-            "name": f"{self.base.name}/confirm/{trial.arm}",
-            "train.steps": 2 * trial.run.train.steps,
-        }
-        if trial.run.scale.workers == 1:
-            changes |= {"scale.workers": 2, "scale.ep": 2 if trial.run.model.moe else 1}
-        return override(trial.run, changes)
+        """The trial's run for twice its steps."""
+        name, steps = f"{self.base.name}/confirm/{trial.arm}", 2 * trial.run.train.steps
+        return override(trial.run, {"name": name, "train.steps": steps})
 
 
 def _arm_changes(base: RunConfig, arm: str, given: Mapping[str, Any] | Config) -> dict[str, Any]:

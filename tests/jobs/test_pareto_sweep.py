@@ -152,7 +152,7 @@ def test_a_search_learns_from_its_own_data_alone(
             make_search(asked.make(), options, QUIET)
 
 
-@pytest.mark.smoke  # four trials, and a confirmation on two workers
+@pytest.mark.smoke  # four trials, and a confirmation
 def test_the_quickstart_confirms_its_knee(
     cluster: None, empty_home: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,12 +83,12 @@ def test_errors_by_hand() -> None:
     of it is that of a mean; 100 images, of which 61 are right, add .606 x .394 / 104.
     """
     points = [arm("a", 1.0, 0.60, 0.62, images=100), arm("b", 1.0, 0.70, 0.72, images=100)]
-    errors = errors_of(points)
+    errors = errors_of(points, 2)
     assert (errors.seed_sd**2, errors.freedom) == (pytest.approx(0.0002), 2)
     assert errors.of(points[0]) == pytest.approx(math.sqrt(0.0001 + 63 / 104 * 41 / 104 / 104))
     assert errors.critical == pytest.approx(2.920, abs=1e-3), "Student's t at 95 %, 2 degrees of freedom"
     assert image_error(0.5, 0) == 0.0
-    alone = errors_of([arm("a", 1.0, 0.6), arm("b", 1.0, 0.7), arm("c", 1.0, 0.8)])
+    alone = errors_of([arm("a", 1.0, 0.6), arm("b", 1.0, 0.7), arm("c", 1.0, 0.8)], 3)
     assert math.isnan(alone.seed_sd)
     assert alone.critical == pytest.approx(1.960, abs=1e-3), "5 % shared by two others"
     assert "whose error is not known" in str(alone)

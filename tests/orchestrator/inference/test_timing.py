@@ -69,13 +69,18 @@ def test_quiet_rounds_alone_count_if_there_are_enough() -> None:
 
 
 def test_percentiles_by_hand() -> None:
-    """Ten rounds of one call, 1 to 10 ms: the median is 5.5; each fifth has two, the last 9 and 10."""
+    """Ten rounds of one call, 1 to 10 ms: the median is 5.5; each fifth has two, the last 9 and 10. A round
+    in which the machine was slow counts for the promise alone; one beside other work for neither.
+    """
     (found,) = times([made(float(ms)) for ms in range(1, 11)])
     assert (found.p50, found.q25, found.q75) == (5.5, 3.25, 7.75)
     assert found.p95 == pytest.approx(9.55)
-    assert found.p95_high == pytest.approx(9.95)
+    assert found.p95_high == pytest.approx(1.1 * 9.95)
+    more = [made(20.0, reference_ms=1.5), made(99.0, foreign=0.5)]
+    (same,) = times([*(made(float(ms)) for ms in range(1, 11)), *more])
+    assert (same.p50, same.p95, same.p95_high) == (found.p50, found.p95, pytest.approx(1.1 * 19.5))
     (same,) = times([made(2.0, 2.0)] * 10)
-    assert {same.p50, same.q25, same.q75, same.p95, same.p95_high} == {2.0}
+    assert {same.p50, same.q25, same.q75, same.p95, same.p95_high / 1.1} == {2.0}
 
 
 def test_what_others_use_is_read_where_the_system_says_it() -> None:
