@@ -2,6 +2,7 @@
 
 python jobs/report.py --name quickstart
 python jobs/report.py --name quickstart --out /tmp/report --tracking-uri http://host:5000
+python jobs/report.py --name quickstart --out paper --format tex pdf csv   # a table and a figure for a paper
 python jobs/report.py --published softmoe-figure3    # as a paper printed it; --published help lists them all
 python jobs/report.py --serve --port 5001    # all that is in the storage's mlflow.db, until Ctrl-C
 """
@@ -35,14 +36,34 @@ for _ in range(300):
 """
 
 
+FORMATS = ("csv", "tex", "pdf", "svg", "png")
+
+
+def format_name(text: str) -> str:
+    """Reads --format. Raises UsageError for a format that does not exist."""
+    if text not in FORMATS:
+        raise UsageError(f"unknown format {text!r}; known: {', '.join(FORMATS)}")
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReportFlags:
     name: str = flag("quickstart", "name of the sweep", read=run_name)
     published: str | None = flag(None, "draw a figure of a paper in place of a sweep; help: list them")
     out: str | None = flag(None, "directory or URI for page and pictures; default: the sweep's own")
+    format: tuple[str, ...] = flag(
+        (),
+        f"write frontier.FORMAT to --out in place of the page: {', '.join(FORMATS)}; a table or the figure",
+        nargs="+",
+        read=format_name,
+    )
     serve: bool = flag(False, "serve MLflow's pages of the storage on this machine, until Ctrl-C")
     port: int = flag(5000, "--serve: port of 127.0.0.1", least=1)
     places: Places
+
+    def __post_init__(self) -> None:
+        if self.format and not self.out:
+            raise UsageError("--format needs --out, the folder for its files")
 
 
 def main() -> None:
@@ -59,13 +80,13 @@ def report(flags: ReportFlags) -> None:
     from orchestrator.frontier.points import is_complete
     from orchestrator.runs.state import directory_state
     from orchestrator.sweeps.build import sweep_frontier
-    from orchestrator.sweeps.publish import FILES, publish_and_send, write_files
+    from orchestrator.sweeps.publish import FILES, publish_and_send, write_files, write_formats
     from orchestrator.tracking.store import redact_uri
 
     directory, missing = flags.places.below(flags.name), ""
     out = storage.absolute(flags.out) if flags.out else directory
     if flags.out:
-        check_out(out, own=FILES)
+        check_out(out, own=[*FILES, *(f"frontier.{each}" for each in FORMATS)])
         frontier, _, _ = sweep_frontier(directory, live=directory_state(directory) == "running")
     else:
         frontier, missing = publish_and_send(directory, flags.places.open_store)
@@ -73,12 +94,15 @@ def report(flags: ReportFlags) -> None:
             print(f"a command trains in {directory}: it keeps MLflow up to date")
         else:
             print(missing or f"MLflow at {redact_uri(flags.places.uri())} has all of {directory}")
-    if flags.out or missing is None:
+    if flags.format:
+        write_formats(frontier, out, flags.format)
+    elif flags.out or missing is None:
         write_files(frontier, out)
     print_frontier(frontier)
     if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):
         print(f"{left_out} finished arms are not judged: quality or cost unknown, or a cost not above 0")
-    print(f"{out}/{{{','.join(FILES)}}}: {len(frontier.points)} points of {frontier.name}")
+    files = [f"frontier.{each}" for each in flags.format] or FILES
+    print(f"{out}/{{{','.join(files)}}}: {len(frontier.points)} points of {frontier.name}")
     if missing:
         sys.exit(UNSENT)
 

@@ -51,6 +51,7 @@ from .schedules import (
     ScheduleConfig as ScheduleConfig,
 )
 from .sweeps.budget import Budget as Budget
+from .sweeps.build import load_frontier as load_frontier
 from .sweeps.driver import SweepOptions as SweepOptions, run_sweep as run_sweep
 from .sweeps.queue import Job as Job, Policy as Policy, TrialState as TrialState
 from .sweeps.run import Watch as Watch

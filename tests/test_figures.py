@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.answer import table as answer_table
 from bench.graphs import table as graphs_table
 from bench.harness import RESULTS, ROOT, with_block
 from bench.pixels import with_tables
@@ -28,6 +29,7 @@ RECOMPUTED = {
     "study.md": {*BLOCKS, *EARLIER},
     "scale.md": {"layouts", "models"},
     "data.md": {"decoding", "operations"},
+    "answer.md": {"answer"},
     "weights.md": {"graphs"},
 }
 BLOCK = re.compile(r"^<!-- ([\w-]+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
@@ -146,6 +148,8 @@ def test_tables_of_times_are_those_of_their_files() -> None:
     assert with_tables(page, json.loads((RESULTS / "pixels.json").read_text())) == page
     page = (ROOT / "docs/weights.md").read_text()
     assert with_block(page, "graphs", graphs_table(json.loads((RESULTS / "graphs.json").read_text()))) == page
+    page = (ROOT / "docs/answer.md").read_text()
+    assert with_block(page, "answer", answer_table(json.loads((RESULTS / "answer.json").read_text()))) == page
     page = (ROOT / "docs/evaluation.md").read_text()
     for record in json.loads((RESULTS / "sharded.json").read_text())["records"]:
         name = f"{record['workers'] or 'the whole model'}" + ", bfloat16" * (record["dtype"] == "bfloat16")

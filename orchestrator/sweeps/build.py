@@ -23,6 +23,7 @@ from orchestrator.inference.points import with_inference
 from orchestrator.records import read_run
 from orchestrator.runs.measurements import measurements
 from orchestrator.runs.run_directory import Result
+from orchestrator.runs.state import directory_state
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.sweeps.operating import operating_rows, with_operating
 from orchestrator.sweeps.sweep import Sweep, settings
@@ -142,6 +143,17 @@ def sweep_frontier(directory: str, *, live: bool = False) -> tuple[Frontier, Swe
     frontier = with_operating(build_frontier(sweep, trials, live=live), operating_rows(directory))
     one, batch = (measured_rows(directory, setting) for setting in (ONE_IMAGE, A_BATCH))
     return with_inference(frontier, one, batch), sweep, trials
+
+
+def load_frontier(name: str, *, root: str | None = None) -> Frontier:
+    """Returns the frontier of a sweep, trained or in training, by its name below `root`, which is by default
+    ``$MOE_FRONTIER_HOME``, else ``~/moe-frontier``.
+
+    Raises:
+        UsageError: if there is no such sweep, or none of its trials has begun.
+    """
+    directory = storage.join(storage.home(root), name)
+    return sweep_frontier(directory, live=directory_state(directory) == "running")[0]
 
 
 def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord], *, live: bool) -> Frontier:

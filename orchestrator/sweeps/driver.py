@@ -213,12 +213,14 @@ def measure_costs(trials: Iterable[Trial], cost: Cost) -> None:
 
 def measure_inference(run: SweepRun, options: SweepOptions) -> None:
     """Measures what the finished arms take to use, if that is wanted and they are not measured yet."""
+    if run.trials_left():
+        return
     directory, needed = SweepDir.of(run.sweep.base).path, run.sweep.cost in INFERENCE
     arms = len({state.trial.arm for state in run.queue.states.values()})
     wanted = options.measure == "always" or (
         options.measure == "auto" and estimated_s(arms) <= max(AT_MOST_S, run.budget.spent_s / 10)
     )
-    if run.trials_left() or not (needed or wanted):
+    if not (needed or wanted):
         return
     try:
         complete_measurement(directory, say=run.watch.say)

@@ -12,6 +12,7 @@ from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import UNDECIDED, Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.points import Point, as_shown, is_complete
+from orchestrator.frontier.tables import latex
 from orchestrator.output import IN_BITS
 from orchestrator.runs.lock import REPORT, InUse, locked, wait_for_report
 from orchestrator.runs.measurements import table
@@ -48,6 +49,20 @@ def write_files(frontier: Frontier, folder: str) -> list[str]:
         for file in (page, *pictures):
             storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
     return [file.name for file in (page, *pictures)]
+
+
+def write_formats(frontier: Frontier, folder: str, formats: Collection[str]) -> None:
+    """Writes ``frontier.FORMAT`` for each: the table as csv or tex, else the picture, as pdf, svg or png."""
+    with tempfile.TemporaryDirectory() as temporary:
+        for each in formats:
+            file = Path(temporary, f"frontier.{each}")
+            if each == "csv":
+                frontier.to_dataframe().to_csv(file, index=False)
+            elif each == "tex":
+                file.write_text(latex(frontier), encoding="utf-8")
+            else:
+                frontier.save_picture(file)
+            storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
 
 
 def publish(directory: str) -> Frontier:

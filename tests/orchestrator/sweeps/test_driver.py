@@ -279,7 +279,7 @@ def test_arms_are_retrained_once_no_trial_is_left(left, retrained, tmp_path, mon
     sweep = Sweep(base=run_at(tmp_path, "s"), arms={"a": {}, "b": {}})
     end_sweep(sweep, {"a": 0.8, "b": 0.9})
     states = {t.name: SimpleNamespace(trial=t, outcome="ended", reached={}) for t in sweep.trials().values()}
-    run = SimpleNamespace(trials_left=lambda: left, queue=SimpleNamespace(states=states))
+    run = SimpleNamespace(sweep=sweep, trials_left=lambda: left, queue=SimpleNamespace(states=states))
     found = []
     monkeypatch.setattr(driver, "trained_trials", lambda *_, **options: nullcontext(run))
     monkeypatch.setattr(driver, "_retrain", lambda run, arm: found.append(arm))
