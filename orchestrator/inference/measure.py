@@ -5,12 +5,13 @@ times all of them in turns: its times compare, and a front may be drawn through 
 """
 
 import json
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,15 +23,27 @@ from typing import Any
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import export
+from orchestrator.config import RunConfig
+from orchestrator.costs import FORWARD, computed
 from orchestrator.errors import UsageError
 from orchestrator.inference.clock import ClockJob, Runtime
-from orchestrator.inference.timing import FOREIGN, Round, is_disturbed, quiet_rounds, times
+from orchestrator.inference.timing import (
+    FEWEST_CALLS,
+    FEWEST_ROUNDS,
+    FOREIGN,
+    WARM_UP,
+    Round,
+    is_disturbed,
+    quiet_rounds,
+    times,
+)
 from orchestrator.plugins import shipped
 from orchestrator.runs.measurements import HOST, made_by, measurements, rows_of, write_measurement
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 
+SOURCES = str(Path(__file__).parents[2])
+GFLOPS_PER_S = 20.0  # about what a thread computes, to plan by
 TABLE, ROUNDS_TABLE = "inference.json", "inference_rounds.json"
-MIB = 2**20
 
 MeasuredRow = Mapping[str, Any]
 Say = Callable[[str], None]
@@ -93,7 +106,7 @@ def measure_sweep(
 ) -> list[MeasuredRow]:
     """Measures the finished arms of the sweep in a directory, and writes it to its record. Returns the rows.
 
-    An arm whose model cannot be written for a runtime is left out there, and named.
+    An arm whose model cannot be written for a runtime has a row without times, and is named.
 
     Raises:
         UsageError: if no arm has finished, models read no images, or a package is missing.
@@ -105,23 +118,33 @@ def measure_sweep(
     with TemporaryDirectory(prefix="moe-frontier-") as folder:
         runtimes: dict[Runtime, None] = dict.fromkeys(setting.runtime for setting in settings)
         for runtime in runtimes:
-            files = write_models(models, runtime, folder, say)
-            for setting in (s for s in settings if s.runtime == runtime) if files else ():
+            files, why = write_models(models, runtime, folder, say)
+            for setting in (s for s in settings if s.runtime == runtime):
+                rows += [_unwritten(arm, models[arm].name, setting, reason) for arm, reason in why.items()]
+                if not files:
+                    continue
                 say(f"timing {len(files)} models in turns: {setting}")
                 found, memory = run_clock({a: models[a] for a in files}, files, setting, at_most_s)
                 rows += _rows(models, files, setting, found, memory)
                 rounds += _round_rows(setting, found)
                 if text := disturbance(found):
                     say(text)
-    if rows:
-        tables = {TABLE: _columns(rows), ROUNDS_TABLE: _columns(rounds)}
-        write_measurement(directory, {}, tables=tables, by={"machine": machine()})
+    tables = {TABLE: _columns(rows), **({ROUNDS_TABLE: _columns(rounds)} if rounds else {})}
+    write_measurement(directory, {}, tables=tables, by={"machine": machine()})
     return rows
 
 
-def estimated_s(arms: int) -> float:
-    """Returns about how long the default measurement of so many small models takes."""
-    return 45.0 + 8.0 * arms / (os.cpu_count() or 1)
+def estimated_s(arms: Iterable[RunConfig]) -> float:
+    """Returns about how long the default measurement of these arms takes; infinite if their weights would
+    take more than half of this machine's memory, or they read no images.
+    """
+    known = [computed(run, run.train.steps) for run in arms if run.model.image_side()]
+    weights = 2 * 4 * sum(costs["cost/params"] for costs in known)  # in the runtime, and in the file
+    if not known or weights > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2:
+        return math.inf
+    images = FEWEST_ROUNDS * (WARM_UP + FEWEST_CALLS) * sum(setting.batch for setting in DEFAULTS)
+    calls_s = images * sum(costs[FORWARD] for costs in known) / GFLOPS_PER_S
+    return 45.0 + 8.0 * len(known) / (os.cpu_count() or 1) + calls_s
 
 
 def complete_measurement(directory: str, *, say: Say) -> None:
@@ -155,23 +178,24 @@ def _typical(own: SweepDir, sweep: SweepRecord) -> Iterator[tuple[str, dict[str,
                 yield arm, labels
 
 
-def write_models(models: Mapping[str, ModelRef], runtime: Runtime, folder: str, say: Say) -> dict[str, str]:
-    """Writes the file of each model that a runtime opens, ONNX on all processors; returns arm -> file."""
+def write_models(
+    models: Mapping[str, ModelRef], runtime: Runtime, folder: str, say: Say
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Writes the file of each model that a runtime opens, ONNX on all processors; returns arm -> file, and
+    arm -> why it cannot be written.
+    """
     endings: Mapping[Runtime, str] = {"onnx": ".onnx", "torch": SUFFIX}
     paths = {arm: f"{folder}/{number}{endings[runtime]}" for number, arm in enumerate(models)}
     if runtime == "torch":
         for arm, model in models.items():
             _write_moe(model, paths[arm])
-        return paths
+        return paths, {}
     say(f"writing {len(models)} models as ONNX")
     why = _write_onnx({model.location: paths[arm] for arm, model in models.items()}, _plugins(models))
-    found = dict[str, str]()
-    for arm, model in models.items():
-        if reason := why[model.location]:
-            say(f"{arm} is left out, because it cannot be written for {runtime}: {reason}")
-        else:
-            found[arm] = paths[arm]
-    return found
+    failed = {arm: why[model.location] for arm, model in models.items() if why[model.location]}
+    for arm, reason in failed.items():
+        say(f"{arm} is left out, because it cannot be written for {runtime}: {reason}")
+    return {arm: path for arm, path in paths.items() if arm not in failed}, failed
 
 
 def _write_moe(model: ModelRef, path: str) -> None:
@@ -209,7 +233,7 @@ def _in_process(module: str, job: Any, **env: str) -> list[Any]:
         input=json.dumps(job),
         capture_output=True,
         text=True,
-        env={**os.environ, **env},
+        env={**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **env},
         check=False,
     )
     if done.returncode:
@@ -266,7 +290,17 @@ def _rows(
             "quiet": not any(is_disturbed(each, usual) for each in quiet),
             "machine": machine(),
             "host": made_by()[HOST],
+            "why_not": "",
         }
+
+
+def _unwritten(arm: str, model: str, setting: Setting, why: str) -> dict[str, Any]:
+    times = dict.fromkeys(("p50", "q25", "q75", "p95", "p95_high", "memory_mib", "file_mb"), math.nan)
+    where = {"machine": machine(), "host": made_by()[HOST]}
+    return {
+        **{"arm": arm, "model": model, **asdict(setting), "precision": "float32", **times},
+        **{"rounds": 0, "quiet": True, **where, "why_not": why},
+    }
 
 
 def _round_rows(setting: Setting, rounds: Sequence[Round]) -> Iterator[dict[str, Any]]:

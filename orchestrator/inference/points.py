@@ -29,7 +29,7 @@ def with_inference(
     """
     costs, spreads = dict[str, dict[str, float]](), dict[str, dict[str, tuple[float, float]]]()
     for group, known in ((rows, _COSTS), (batch_rows, _BATCH_COSTS)):
-        for row in group:
+        for row in (row for row in group if not row["why_not"]):
             for name, cost in known.items():
                 value, low, high = cost(row)
                 costs.setdefault(row["arm"], {})[name] = value
@@ -60,7 +60,7 @@ def with_inference(
 
 
 def _how(rows: Sequence[MeasuredRow], batch_rows: Sequence[MeasuredRow]) -> str:
-    row = rows[0]
+    row = next((row for row in rows if not row["why_not"]), rows[0])
     runtime = {"onnx": "ONNX files in onnxruntime", "torch": "eager torch"}[row["runtime"]]
     batch = f", batches of {batch_rows[0]['batch']} likewise" if batch_rows else ""
     threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"

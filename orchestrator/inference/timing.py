@@ -17,7 +17,8 @@ import numpy as np
 
 WARM_UP = 3  # calls before those that are timed, whenever a function has its turn
 ROUND_S = 0.3  # a round lasts at least so long: processor time is counted in hundredths of a second
-ROUNDS, FEWEST_ROUNDS, MOST_CALLS = 20, 10, 100
+ROUNDS, FEWEST_ROUNDS = 20, 10
+FEWEST_CALLS, MOST_CALLS = 5, 100  # of a function in a round
 FOREIGN = 0.25  # processors that others use, from which a round is disturbed
 SLOWER = 1.25  # the reference, as a multiple of its median, from which a round is disturbed
 BLOCKS = 5  # parts of the rounds, of which each has a 95th percentile
@@ -63,7 +64,7 @@ def in_turns(
     """
     began, order, rng = time.monotonic(), [*range(len(functions))], random.Random(seed)
     once = sum(_calls(function, 1)[0] for function in functions) / 1000
-    calls = min(max(math.ceil(ROUND_S / once), 5), MOST_CALLS)
+    calls = min(max(math.ceil(ROUND_S / once), FEWEST_CALLS), MOST_CALLS)
     references, quiet = list[float](), 0
     for number in range(2 * ROUNDS):
         if quiet == ROUNDS or (number >= FEWEST_ROUNDS and time.monotonic() - began > at_most_s):

@@ -149,12 +149,12 @@ def trained_trials(
         raise UsageError("the sweep has no arms: name at least one in arms={..}, or give options.search")
     if options.search and sweep.space is None:
         raise UsageError(f"the sweep {sweep.base.name} has no space to search: give it one, or name arms")
-    sweep = with_counted_cost(sweep.based_on(with_data(sweep.base)))
     if sweep.cost == BESIDE_TRAINING:
         raise UsageError(
             f"cost={sweep.cost!r} is timed while others train, and orders nothing: take cost={MS!r}, which is"
             " measured when all trials have ended"
         )
+    sweep = with_counted_cost(sweep.based_on(with_data(sweep.base)))
     if options.search and (sweep.cost in INFERENCE or ((cost := cost_of(sweep.cost)) and cost.measured)):
         raise UsageError(
             f"{sweep.cost} is measured when all trials have ended: a search cannot learn from it"
@@ -216,7 +216,7 @@ def measure_inference(run: SweepRun, options: SweepOptions) -> None:
     if run.trials_left():
         return
     directory, needed = SweepDir.of(run.sweep.base).path, run.sweep.cost in INFERENCE
-    arms = len({state.trial.arm for state in run.queue.states.values()})
+    arms = {state.trial.arm: state.trial.run for state in run.queue.states.values()}.values()
     wanted = options.measure == "always" or (
         options.measure == "auto" and estimated_s(arms) <= max(AT_MOST_S, run.budget.spent_s / 10)
     )

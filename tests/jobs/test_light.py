@@ -69,7 +69,7 @@ def answers() -> list[tuple[str, str, int, list[str], str]]:
 
 
 def test_help_and_usage_errors_load_no_large_library(answers: list[Any]):
-    assert len(COMMANDS) == 14
+    assert len(COMMANDS) == 15
     assert len(answers) == 2 * len(COMMANDS)
     for name, flag, code, loaded, said in answers:
         assert code == (0 if flag == "--help" else 2), (name, said)

@@ -15,8 +15,15 @@ from orchestrator.planning.preflight import check_metrics
 from orchestrator.runs.metrics_file import read_metrics
 from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.build import sweep_frontier
-from orchestrator.sweeps.driver import acquire_sweep_dir, measure_costs, with_counted_cost
+from orchestrator.sweeps.driver import (
+    SweepOptions,
+    acquire_sweep_dir,
+    measure_costs,
+    run_sweep,
+    with_counted_cost,
+)
 from orchestrator.sweeps.queue import Policy, TrialState
+from orchestrator.sweeps.search import SearchOptions
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fit import fit
 from tests.own.energy import EnergyCost
@@ -99,6 +106,14 @@ def test_a_cost_of_trained_models_is_measured_once(sweep: Sweep, monkeypatch: py
 def test_a_cost_that_no_run_reports_is_refused(sweep: Sweep, cost: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         check_metrics(replace(sweep, cost=cost))
+
+
+def test_a_time_beside_training_is_no_cost(sweep: Sweep) -> None:
+    with pytest.raises(UsageError, match=r"is timed while others train.* take cost='infer/ms'"):
+        run_sweep(replace(sweep, cost="perf/ms_per_image"))
+    space = replace(sweep, cost="infer/ms", space=lambda trial: {"model.depth": 2})
+    with pytest.raises(UsageError, match="a search cannot learn from it"):
+        run_sweep(space, SweepOptions(search=SearchOptions(sampler="random", trials=1)))
 
 
 def test_a_policy_of_a_file_stops_arms() -> None:
