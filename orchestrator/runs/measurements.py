@@ -83,6 +83,8 @@ def write_measurement(
         OSError: if it cannot be written; then nothing is recorded.
     """
     now = time.time()
+    # Microseconds, because names are the order.
+    when = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}.{int(now % 1 * 1e6):06}Z"
     written = Measurement(
         metrics={name: float(value) for name, value in metrics.items()},
         tables={name: table(columns) for name, columns in (tables or {}).items()},
@@ -91,7 +93,7 @@ def write_measurement(
         labels=dict(labels or {}),
         by={**made_by(), **(by or {})},
         time_s=now,
-        id=f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}-{uuid.uuid4().hex[:8]}",
+        id=f"{when}-{uuid.uuid4().hex[:8]}",
     )
     folder = storage.join(directory, FOLDER, written.id)
     storage.make_folder(folder)

@@ -140,7 +140,7 @@ def test_nothing_of_the_machine_goes_along(trained_home: Path, store: str, tmp_p
         str(file.relative_to(f"{source}/code")) for file in files if "code" in file.parts
     }
     for file in files:
-        assert file.suffix in (".py", ".json", ".yaml", ".txt", ".safetensors", ""), file
+        assert file.suffix in (".py", ".pyi", ".json", ".yaml", ".txt", ".safetensors", ""), file
         for path in (str(trained_home), str(ROOT), str(Path.home())):
             assert path.encode() not in file.read_bytes(), file
 
