@@ -180,7 +180,7 @@ def test_the_quickstart_confirms_its_knee(
     assert any(run.data.tags.get("pareto") == "true" for run in runs)
     confirmed = next(run for run in runs if run.data.tags["role"] == "confirm")
     assert "pareto" not in confirmed.data.tags
-    assert confirmed.data.params["scale.workers"] == "2"
+    assert confirmed.data.params["train.steps"] == "24"
     knee = client.get_model_version_by_alias("quickstart", "pareto-knee")
     assert client.get_run(str(knee.run_id)).data.tags["arm"] == confirmed.data.tags["arm"]
     assert "linear classifier on pixels: val/acc1 0.1" in said
