@@ -1,4 +1,4 @@
-"""Say which model of a sweep is the best within a bound, how sure that is, and write it ready to use.
+"""Say which model of a sweep is the best within a bound, and how sure that is; write it ready to use.
 
   python jobs/answer.py quickstart --max-ms 0.5                    95th percentile of one image, on one thread
   python jobs/answer.py quickstart --max-ms 20 --batch 32 --threads 4
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +89,8 @@ def answer(flags: AnswerFlags) -> None:
     if (flags.max_ms or flags.max_mib or flags.max_mb) and not finished <= {row["arm"] for row in here}:
         say = lambda line: print(line, flush=True, file=sys.stderr if flags.json else sys.stdout)  # noqa: E731
         here = measure_sweep(directory, [setting], say=say)
-        publish_and_send(directory, flags.places.open_store)
+        if missing := publish_and_send(directory, flags.places.open_store)[1]:
+            say(missing)
     found = with_inference(frontier, here).answer(
         max_ms=flags.max_ms, max_mib=flags.max_mib, max_mb=flags.max_mb, max_gflops=flags.max_gflops
     )
@@ -127,12 +127,14 @@ def as_json(found: Answer, setting: Any, rows: Any) -> dict[str, Any]:
         "bounds": dict(found.bounds),
         **(asdict(setting) | {"machine": machine()} if rows else {}),
         "best": of(found.best),
-        "not_told_apart": [of(point) for point in found.tied],
+        "not_significantly_worse": [of(point) for point in found.tied],
         "worse": found.others,
         "nearest": of(found.nearest),
         "looser": of(found.looser),
         "tighter": of(found.tighter),
-        "told_apart_from": found.errors.apart(found.best, found.best) if found.best else None,
+        "significant_from": found.errors.significant(found.best, found.best)
+        if found.best and found.errors.known
+        else None,
         "words": found.lines(),
     }
 
@@ -153,10 +155,9 @@ def write(point: Point, directory: str, out: str, *, to: Any) -> None:
     sweep = own.record()
     assert sweep
     model = read_model(own.trial(sweep.trials[point.typical_run]).checkpoints)
-    shutil.rmtree(out, ignore_errors=True)
-    Path(out).mkdir(parents=True)
+    Path(out).mkdir(parents=True, exist_ok=True)
     write_onnx(model.load(), f"{out}/{ONNX}", model.signature)
-    export(model.location, f"{out}/{MOE}")
+    export(model.location, f"{out}/{MOE}", fresh=True)
     text = files("orchestrator.inference").joinpath("reader.py").read_bytes()
     Path(out, READER).write_bytes(text)
     print(f"model    {out}: python {out}/{READER} PICTURE ..    {point.typical_run}", file=to)

@@ -13,14 +13,19 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs._cli import UNSENT, Places, check_out, command, print_table
 from jobs._flags import flag, parse
 from jobs.pareto_sweep import print_frontier
 from orchestrator.errors import UsageError
 from orchestrator.names import run_name
+
+if TYPE_CHECKING:
+    from orchestrator.frontier.frontier import Frontier
 
 # Asks a server until it answers, for at most a minute, and says so.
 READY = """
@@ -80,7 +85,7 @@ def report(flags: ReportFlags) -> None:
     from orchestrator.frontier.points import is_complete
     from orchestrator.runs.state import directory_state
     from orchestrator.sweeps.build import sweep_frontier
-    from orchestrator.sweeps.publish import FILES, publish_and_send, write_files, write_formats
+    from orchestrator.sweeps.publish import FILES, publish_and_send
     from orchestrator.tracking.store import redact_uri
 
     directory, missing = flags.places.below(flags.name), ""
@@ -94,17 +99,24 @@ def report(flags: ReportFlags) -> None:
             print(f"a command trains in {directory}: it keeps MLflow up to date")
         else:
             print(missing or f"MLflow at {redact_uri(flags.places.uri())} has all of {directory}")
-    if flags.format:
-        write_formats(frontier, out, flags.format)
-    elif flags.out or missing is None:
-        write_files(frontier, out)
+    files = draw(flags, frontier, out) if flags.out or missing is None else FILES
     print_frontier(frontier)
     if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):
         print(f"{left_out} finished arms are not judged: quality or cost unknown, or a cost not above 0")
-    files = [f"frontier.{each}" for each in flags.format] or FILES
     print(f"{out}/{{{','.join(files)}}}: {len(frontier.points)} points of {frontier.name}")
     if missing:
         sys.exit(UNSENT)
+
+
+def draw(flags: ReportFlags, frontier: Frontier, out: str) -> Sequence[str]:
+    """Writes page and pictures, or the files of --format in their place; returns their names."""
+    from orchestrator.sweeps.publish import FILES, write_files, write_formats
+
+    if flags.format:
+        write_formats(frontier, out, flags.format)
+        return [f"frontier.{each}" for each in flags.format]
+    write_files(frontier, out)
+    return FILES
 
 
 def serve(flags: ReportFlags) -> None:
@@ -139,7 +151,7 @@ def report_published(flags: ReportFlags, name: str) -> None:
     from orchestrator import storage
     from orchestrator.frontier.figure import axis_title
     from orchestrator.frontier.published import DRAWABLE, published_frontier
-    from orchestrator.sweeps.publish import FILES, write_files
+    from orchestrator.sweeps.publish import FILES
 
     if name == "help":
         rows = [(known, source, *map(axis_title, axes)) for known, (source, *axes) in DRAWABLE.items()]
@@ -148,10 +160,10 @@ def report_published(flags: ReportFlags, name: str) -> None:
     frontier = published_frontier(name)
     out = storage.absolute(flags.out) if flags.out else flags.places.below("reports", name)
     if flags.out:
-        check_out(out, own=FILES)
-    write_files(frontier, out)
+        check_out(out, own=[*FILES, *(f"frontier.{each}" for each in FORMATS)])
+    files = draw(flags, frontier, out)
     print_frontier(frontier)
-    print(f"{out}/{{{','.join(FILES)}}}: {len(frontier.points)} points of {frontier.name}")
+    print(f"{out}/{{{','.join(files)}}}: {len(frontier.points)} points of {frontier.name}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 TRAIN_FLOPS = "cost/train_flops_6mac"
 FORWARD = "cost/forward_gflops_2mac"
 MS, MS_P95 = "infer/ms", "infer/ms_p95"
-BESIDE_TRAINING = "perf/ms_per_image"
 TIMES = "\N{MULTIPLICATION SIGN}"
 _per_model = lru_cache(maxsize=1024)  # of models whose costs were asked for last
 

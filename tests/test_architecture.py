@@ -123,6 +123,7 @@ orchestrator.frontier.figure: moe.guests orchestrator.costs orchestrator.frontie
 orchestrator.frontier.drawing: orchestrator.frontier.figure
 orchestrator.frontier.published: moe.guests orchestrator.frontier
 orchestrator.frontier.answer: orchestrator.costs orchestrator.frontier.figure orchestrator.frontier.points
+    orchestrator.output
 orchestrator.inference: orchestrator.checkpoint orchestrator.config orchestrator.costs
     orchestrator.inference orchestrator.plugins orchestrator.runs
 orchestrator.inference.timing:

@@ -1,13 +1,14 @@
-"""The best model within bounds, the models that cannot be told apart from it, and what other bounds buy.
+"""The best model within bounds, the models that are not significantly worse, and what other bounds buy.
 
-Qualities are compared as in Hsu's multiple comparisons with the best (1984): the arm that is truly best
-within the bounds is the named one, or one of those not told apart from it, with a probability of 95 %. The
-error of a mean is that of its seeds, pooled over all arms, and that of the images on which it was judged.
-Images are the same for all arms, which is not made use of: that errs towards telling fewer arms apart.
+Qualities are compared as in Hsu's multiple comparisons with the best (1984), with Bonferroni's bound in place
+of the exact quantile: with a probability of at least 95 % the truly best arm within the bounds is the named
+one, or one of those that are not significantly worse. The error of a mean is that of its seeds, pooled over
+all arms, and that of the validation images. All arms share these images, but answers are not compared image
+by image, so fewer differences are significant than could be.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from orchestrator.frontier.points import (
     knee_point,
     quartiles,
 )
+from orchestrator.output import IN_BITS
 
 CONFIDENCE = 0.95
 MOST_NAMED = 4  # arms of a sentence
@@ -31,13 +33,13 @@ MOST_NAMED = 4  # arms of a sentence
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """What is known of the errors of a sweep's qualities.
+    """The standard errors of the qualities of a sweep.
 
     Attributes:
         seed_sd: spread over seeds, pooled over arms; NaN: no arm has several.
         freedom: degrees of freedom of that spread.
         images: on which an accuracy was judged; 0: unknown, or the quality is no accuracy.
-        critical: Student's t at which one arm of several is told apart from the best.
+        critical: quantile of Student's t, from which a difference of the best and another arm is significant.
     """
 
     seed_sd: float
@@ -45,20 +47,37 @@ class Errors:
     images: int
     critical: float
 
+    @property
+    def known(self) -> bool:
+        return bool(self.freedom or self.images)
+
     def of(self, point: Point) -> float:
         """Returns the standard error of a point's quality."""
         seeds = 0.0 if math.isnan(self.seed_sd) else self.seed_sd**2 / max(len(point.qualities), 1)
         return math.sqrt(seeds + image_error(point.quality, point.images) ** 2)
 
-    def apart(self, point: Point, other: Point) -> float:
-        """Returns the smallest difference of two points that counts."""
+    def significant(self, point: Point, other: Point) -> float:
+        """Returns the smallest difference of two points that is significant."""
         return self.critical * math.hypot(self.of(point), self.of(other))
 
-    def __str__(self) -> str:
-        known = [f"{self.images:,} images"] if self.images else []
-        known += ["seeds"] if self.freedom else []
-        lacking = "" if self.freedom else ", one seed each, whose error is not known"
-        return f"by {' and '.join(known) or 'no error that is known'}{lacking}"
+    def tied(self, best: Point, others: Iterable[Point]) -> tuple[Point, ...]:
+        """Returns those of the others that are not significantly worse; none if no error is known."""
+        if not self.known:
+            return ()
+        return tuple(p for p in others if best.quality - p.quality <= self.significant(best, p))
+
+    def least(self, best: Point, quality_name: str) -> str:
+        """Says which difference from the best is significant."""
+        if not self.known:
+            return (
+                "No error is known of these qualities, so no difference is significant: take several seeds."
+            )
+        by = " and ".join(
+            [*(["seeds"] if self.freedom else []), *([f"{self.images:,} images"] if self.images else [])]
+        )
+        lacking = "" if self.freedom else "; of one seed each, whose error is not known"
+        size = difference_text(quality_name, best.quality, self.significant(best, best))
+        return f"Differences below {size} are not significant (standard errors of {by}{lacking})."
 
 
 def errors_of(points: Sequence[Point], compared: int) -> Errors:
@@ -77,13 +96,13 @@ def errors_of(points: Sequence[Point], compared: int) -> Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What holds within bounds.
+    """The best point within bounds, and its rivals.
 
     Attributes:
         bounds: metric of a cost -> the most that it may be; of a measured cost, its upper end.
         best: the point of the highest quality within them; None: no point keeps them.
-        tied: the points within them that are not told apart from the best, the highest quality first.
-        others: the number of points within them that are worse.
+        tied: the points within them that are not significantly worse, the highest quality first.
+        others: the number of points within them that are significantly worse, or worse by an unknown error.
         nearest: where no point keeps the bounds, the one that exceeds them least.
         looser: the cheapest point, by the first bound, of a higher quality than the best; None: no such one.
         tighter: the best of the points that are cheaper than all of `best` and `tied`.
@@ -103,7 +122,7 @@ class Answer:
 
     @property
     def cheapest(self) -> Point | None:
-        """The cheapest, by the first bound, of the best and those not told apart from it."""
+        """The cheapest, by the first bound, of the best and those that are not significantly worse."""
         named = (self.best, *self.tied) if self.best else ()
         return min(named, key=self._upper, default=None)
 
@@ -118,34 +137,39 @@ class Answer:
             if self.nearest is None:
                 return [f"No finished arm has these costs: {said}."]
             return [
-                f"No arm keeps within {said}.",
+                f"No arm is within {said}.",
                 f"The nearest is {self._named(self.nearest)}. What would have to change: a bound of"
                 f" {self._costs(self.nearest, upper)}; or a smaller model, fewer layers, smaller images.",
             ]
         lines = [f"Best within {said}: {self._named(self.best)}."]
         if self.tied:
             each = "; ".join(map(self._named, self.tied))
-            lines.append(f"Not told apart from it ({CONFIDENCE:.0%}): {each}.")
+            lines.append(f"Not significantly worse ({CONFIDENCE:.0%}): {each}.")
             if (cheapest := self.cheapest) is not None and cheapest is not self.best:
-                lines.append(f"The cheapest of these is {cheapest.arm}: take it if cost matters more to you.")
+                lines.append(f"The cheapest of these is {cheapest.arm}.")
+        elif self.others:
+            how = "significantly worse" if self.errors.known else "worse, by an unknown error"
+            lines.append(f"Within the bound, {self.others} other arms are {how}.")
         else:
-            lines.append(
-                f"All {self.others} other arms within the bound are worse."
-                if self.others
-                else "No other arm keeps the bound."
-            )
+            lines.append("No other arm is within the bound.")
         if self.looser is not None:
-            decided = self.looser.quality - self.best.quality > self.errors.apart(self.looser, self.best)
+            gain = self.looser.quality - self.best.quality
+            significant = self.errors.known and gain > self.errors.significant(self.looser, self.best)
             bound = f"{number(self._upper(self.looser))} {_unit(first)}"
-            doubt = "" if decided else "; the difference is not decided"
-            lines.append(f"A looser bound, {bound}, buys {self._named(self.looser)}{doubt}.")
+            doubt = "" if significant else "; the difference is not significant"
+            lines.append(f"A looser bound, {bound}, admits {self._named(self.looser)}{doubt}.")
         else:
-            lines.append("No looser bound buys a better arm of this sweep.")
+            lines.append("No looser bound admits a better arm of this sweep.")
         if self.tighter is not None:
             bound = f"{number(self._upper(self.tighter))} {_unit(first)}"
-            lines.append(f"A tighter bound, {bound}, still holds {self._named(self.tighter)}.")
-        least = 100 * self.errors.apart(self.best, self.best)
-        lines.append(f"± is the standard error. Less than {least:.1f} points is not decided, {self.errors}.")
+            lines.append(f"A tighter bound, {bound}, still admits {self._named(self.tighter)}.")
+        lines.append(self.errors.least(self.best, self.quality_name))
+        for point in (self.best, *self.tied):
+            if point.together > 1:
+                lines.append(
+                    f"{point.arm} routes {point.together} images together: its quality is that of images in"
+                    " such groups, and another for images one by one."
+                )
         if self.unknown:
             lines.append(f"Not judged, because a cost is unknown: {', '.join(self.unknown)}.")
         return lines
@@ -182,37 +206,37 @@ def _unit(cost_name: str) -> str:
     return cost.unit if cost else ""
 
 
+def difference_text(quality_name: str, quality: float, less: float) -> str:
+    """Returns a difference from a quality in the unit that readers know: points, or bits of a likelihood."""
+    if quality_name in IN_BITS:
+        return f"{less / (quality * math.log(2)):.3f} bits"
+    return f"{100 * less:.1f} points"
+
+
 def verdict(points: Sequence[Point], *, quality_name: str, cost_name: str) -> list[str]:
-    """Returns what the finished points say, in words: the best, the knee, and what they cannot tell. Empty
-    for fewer than two.
+    """Returns the result in words: the best arm, the knee, and which differences are significant. Empty for
+    fewer than two finished points.
     """
     finished = sorted(filter(is_complete, points), key=lambda point: (-point.quality, point.cost))
     if len(finished) < 2:
         return []
     errors, (best, *rest) = errors_of(finished, len(finished)), finished
-    tied = [point for point in rest if best.quality - point.quality <= errors.apart(best, point)]
-    known = errors.freedom or errors.images
+    tied = errors.tied(best, rest)
     title = axis_title(as_shown(quality_name, best.quality)[0]).removeprefix("Validation ")
     lines = [f"Best: {best.arm}, {title} {best.quality_text}."]
-    if tied and known:
+    if tied:
         names = ", ".join(point.arm for point in tied[:MOST_NAMED])
         more = f" and {len(tied) - MOST_NAMED} more" if len(tied) > MOST_NAMED else ""
-        lines[0] += f" Not told apart from it ({CONFIDENCE:.0%}): {names}{more}."
+        lines[0] += f" Not significantly worse ({CONFIDENCE:.0%}): {names}{more}."
     knee = knee_point(finished)
     if knee is not best:
-        less, part = 100 * (best.quality - knee.quality), knee.cost / best.cost
-        doubt = ", a difference that is not decided," if knee in tied and known else ""
+        less = difference_text(quality_name, best.quality, best.quality - knee.quality)
+        doubt = ", a difference that is not significant," if knee in tied else ""
         lines.append(
-            f"Knee, the best trade on the frontier: {knee.arm}, {title} {knee.quality_text}, {less:.1f}"
-            f" points less{doubt} for {part:.0%} of the cost ({axis_title(cost_name)})."
+            f"Knee, the best trade on the frontier: {knee.arm}, {title} {knee.quality_text}, {less}"
+            f" worse{doubt} for {knee.cost / best.cost:.0%} of the cost ({axis_title(cost_name)})."
         )
-    if known:
-        least, spread = errors.apart(best, best), best.quality - finished[-1].quality
-        none = "; no two arms differ by that" if spread < least else ""
-        lines.append(f"Less than {100 * least:.1f} points is not decided, {errors}{none}.")
-    else:
-        lines.append("No error is known of these qualities: take several seeds.")
-    return lines
+    return [*lines, errors.least(best, quality_name)]
 
 
 def upper(point: Point, cost_name: str) -> float:
@@ -259,7 +283,7 @@ def answer(points: Sequence[Point], bounds: Mapping[str, float], *, quality_name
             unknown=unknown,
         )
     best, *rest = within
-    tied = tuple(point for point in rest if best.quality - point.quality <= errors.apart(best, point))
+    tied = errors.tied(best, rest)
     others = {name: most for name, most in bounds.items() if name != first}
     dearer = [
         point

@@ -61,7 +61,7 @@ function showHover({ points: [{ hovertext }], event: { clientX, clientY } }) {
   hover.style.top = Math.max(4, Math.min(clientY + 16, clientHeight - height - 4)) + "px";
 }
 
-// Names the best arm within a bound, and those that are not told apart from it: as `answer.py` does.
+// Names the best arm within a bound, and those that are not significantly worse: as `answer.py` does.
 const bound = document.getElementById("bound"), choices = JSON.parse(document.getElementById("choices").textContent);
 function choose() {
   const cost = bound.querySelector("select").value, slider = bound.querySelector("input");
@@ -73,7 +73,7 @@ function choose() {
   const tied = others.filter(({ quality, error }) => best.quality - quality <= critical * Math.hypot(best.error, error));
   bound.querySelector("b").textContent = most < 1e5 ? Number(most.toPrecision(3)) : most.toExponential(2);
   bound.querySelector("output").textContent = `${best.arm}, ${best.text}` +
-    (best.error && tied.length ? `; not told apart from it: ${tied.map(each => each.arm).join(", ")}` : "");
+    (best.error && tied.length ? `; not significantly worse: ${tied.map(each => each.arm).join(", ")}` : "");
 }
 if (bound) {
   bound.addEventListener("input", choose);

@@ -86,13 +86,20 @@ def _peak_mib(load: Callable[[], Callable[[], object]]) -> float:
             for _ in range(2):
                 call()
             os.write(write, str(_own_peak_mib()).encode())
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode()[:4096])
         finally:
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
         text = answer.read()
     os.waitpid(child, 0)
-    return float(text)
+    try:
+        return float(text)
+    except ValueError:
+        raise RuntimeError(
+            text or "a process with a model ended without a word: too little memory?"
+        ) from None
 
 
 def _own_peak_mib() -> float:

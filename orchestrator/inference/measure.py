@@ -39,7 +39,7 @@ from orchestrator.inference.timing import (
 )
 from orchestrator.plugins import shipped
 from orchestrator.runs.measurements import HOST, made_by, measurements, rows_of, write_measurement
-from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
+from orchestrator.runs.sweep_directory import SweepDir
 
 SOURCES = str(Path(__file__).parents[2])
 GFLOPS_PER_S = 20.0  # about what a thread computes, to plan by
@@ -148,34 +148,27 @@ def estimated_s(arms: Iterable[RunConfig]) -> float:
 
 
 def complete_measurement(directory: str, *, say: Say) -> None:
-    """Measures a sweep at the default settings at which a finished arm has no row yet."""
-    own = SweepDir(directory)
-    if (sweep := own.record()) is None:
-        raise UsageError(f"no sweep in {directory}")
-    finished = {arm for arm, _ in _typical(own, sweep)}
-    known = {setting: {row["arm"] for row in measured_rows(directory, setting)} for setting in DEFAULTS}
+    """Measures a sweep at the default settings at which a finished arm has no row from this machine yet."""
+    finished = typical_models(directory).keys()
+    known = {s: {row["arm"] for row in measured_rows(directory, s, on=machine())} for s in DEFAULTS}
     if missing := [setting for setting, arms in known.items() if not finished <= arms]:
         measure_sweep(directory, missing, say=say)
 
 
 def typical_models(directory: str) -> dict[str, ModelRef]:
-    """Returns a trained model of each finished arm whose models read images: that of its first seed."""
-    own = SweepDir(directory)
+    """Returns a trained model of each finished arm whose models read images: that of its first seed.
+
+    Raises:
+        UsageError: if there is no sweep, or a checkpoint is gone.
+    """
+    own, found = SweepDir(directory), dict[str, ModelRef]()
     if (sweep := own.record()) is None:
         raise UsageError(f"no sweep in {directory}")
-    return {arm: read_model(own.trial(labels).checkpoints) for arm, labels in _typical(own, sweep)}
-
-
-def _typical(own: SweepDir, sweep: SweepRecord) -> Iterator[tuple[str, dict[str, str]]]:
-    seen = set[str]()
     for labels in sweep.trials.values():
-        arm = labels["arm"]
-        if labels["role"] != "trial" or arm in seen:
-            continue
-        if (end := own.trial(labels).result()) and end.status == "finished":
-            seen.add(arm)
-            if read_model(own.trial(labels).checkpoints, whole=False).run.model.image_side():
-                yield arm, labels
+        run, end = own.trial(labels), own.trial(labels).result()
+        if labels["role"] == "trial" and labels["arm"] not in found and end and end.status == "finished":
+            found[labels["arm"]] = read_model(run.checkpoints, whole=False)
+    return {arm: model for arm, model in found.items() if model.run.model.image_side()}
 
 
 def write_models(

@@ -1,12 +1,16 @@
 """What a sweep's arms take to use, as costs of the points of its frontier."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from orchestrator.costs import MS, MS_P95, known_costs
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point
 from orchestrator.inference.measure import MeasuredRow
+
+T = TypeVar("T")
 
 # cost -> its value, lower and upper end
 _COSTS: Mapping[str, Callable[[MeasuredRow], tuple[float, float, float]]] = {
@@ -25,7 +29,8 @@ def with_inference(
     frontier: Frontier, rows: Sequence[MeasuredRow], batch_rows: Sequence[MeasuredRow] = ()
 ) -> Frontier:
     """Returns the frontier with the costs of rows of `measure.measured_rows`: of single calls, and of a batch
-    that is divided by its images. Arms that were not measured have none.
+    that is divided by its images. They replace those of any other measurement, and arms that were not
+    measured have none.
     """
     costs, spreads = dict[str, dict[str, float]](), dict[str, dict[str, tuple[float, float]]]()
     for group, known in ((rows, _COSTS), (batch_rows, _BATCH_COSTS)):
@@ -39,12 +44,13 @@ def with_inference(
         return frontier
 
     def measured(point: Point) -> Point:
-        found = costs.get(point.arm, {})
+        found, ends = costs.get(point.arm, {}), spreads.get(point.arm, {})
+        unknown = math.nan if frontier.cost_name in INFERENCE else point.cost
         return replace(
             point,
-            cost=found.get(frontier.cost_name, point.cost),
-            costs={**point.costs, **found},
-            spreads={**point.spreads, **spreads.get(point.arm, {})},
+            cost=found.get(frontier.cost_name, unknown),
+            costs=_without(point.costs) | found,
+            spreads=_without(point.spreads) | ends,
         )
 
     drawn = [name for name, cost in known_costs().items() if cost.drawn or name == frontier.cost_name]
@@ -57,6 +63,10 @@ def with_inference(
         reference={**frontier.reference, **reference},
         note=" ".join(filter(None, [frontier.note, _how(rows or batch_rows, batch_rows)])),
     )
+
+
+def _without(known: Mapping[str, T]) -> dict[str, T]:
+    return {name: value for name, value in known.items() if name not in INFERENCE}
 
 
 def _how(rows: Sequence[MeasuredRow], batch_rows: Sequence[MeasuredRow]) -> str:

@@ -141,7 +141,8 @@ def sweep_frontier(directory: str, *, live: bool = False) -> tuple[Frontier, Swe
     if not (trials := read_trials(directory, sweep, live=live)):
         raise UsageError(f"the sweep in {directory} has no trials yet")
     frontier = with_operating(build_frontier(sweep, trials, live=live), operating_rows(directory))
-    one, batch = (measured_rows(directory, setting) for setting in (ONE_IMAGE, A_BATCH))
+    one = measured_rows(directory, ONE_IMAGE)
+    batch = measured_rows(directory, A_BATCH, on=one[0]["machine"]) if one else []
     return with_inference(frontier, one, batch), sweep, trials
 
 

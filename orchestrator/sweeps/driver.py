@@ -18,7 +18,7 @@ from orchestrator import storage
 from orchestrator.checkpoint.models import read_model
 from orchestrator.codec import changed_fields, differences, flat, override, read_config, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.costs import BESIDE_TRAINING, MS, Cost, computed, cost_of, known_costs
+from orchestrator.costs import MS, Cost, computed, cost_of, known_costs
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import BudgetExhausted, UsageError, reason_of
 from orchestrator.estimate import branch_step
@@ -44,6 +44,7 @@ from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.sweeps.baseline import linear_baseline
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.build import judged_runs, raised_reference, say_raised
+from orchestrator.sweeps.operating import TIME
 from orchestrator.sweeps.progress import SweepProgress
 from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.queue import Job, Policy, RunToCompletion
@@ -149,7 +150,7 @@ def trained_trials(
         raise UsageError("the sweep has no arms: name at least one in arms={..}, or give options.search")
     if options.search and sweep.space is None:
         raise UsageError(f"the sweep {sweep.base.name} has no space to search: give it one, or name arms")
-    if sweep.cost == BESIDE_TRAINING:
+    if sweep.cost == TIME:
         raise UsageError(
             f"cost={sweep.cost!r} is timed while others train, and orders nothing: take cost={MS!r}, which is"
             " measured when all trials have ended"

@@ -3,6 +3,7 @@
 A sweep writes its device-seconds by month and owner to its ``spent.json``; those of a run are in its reports.
 """
 
+import logging
 import math
 import time
 from collections import defaultdict
@@ -18,6 +19,8 @@ from orchestrator.runs.measurements import USER
 from orchestrator.runs.metrics_file import METRICS, LineReader
 from orchestrator.runs.run_directory import CONFIG, SWEEP, RunDir, read_json
 from orchestrator.runs.sweep_directory import SweepDir
+
+log = logging.getLogger(__name__)
 
 READ_EVERY_S = 30.0
 READERS = 16  # directories that are read at the same time
@@ -51,10 +54,11 @@ class OthersSpending:
         self._directory = directory
         self._owner = owner
         self._runs: dict[str, _RunSpending] = {}
+        self._damaged = set[str]()
         self._read_s, self._month, self._sum_s = -math.inf, "", 0.0
 
     def device_s(self, month: str) -> float:
-        """Returns the device-seconds of a month. What cannot be read is left out."""
+        """Returns the device-seconds of a month. What cannot be read is left out, with a warning."""
         if month != self._month or time.monotonic() - self._read_s >= READ_EVERY_S:
             found = defaultdict[str, float](float)
             names = [name for name in storage.names(self.root) if name not in RESERVED]
@@ -75,8 +79,12 @@ class OthersSpending:
             run = read_json(sweep.file(CONFIG))
             if run is not None and run.get("labels", {}).get(USER) == self._owner:
                 return run["key"], self._of_run(sweep.path, month)
-        except (UsageError, AttributeError, TypeError, KeyError, FileNotFoundError):
-            pass  # damaged, another program's, or removed meanwhile
+        except FileNotFoundError:
+            pass  # removed meanwhile
+        except (UsageError, AttributeError, TypeError, KeyError) as error:
+            if name not in self._damaged:
+                self._damaged.add(name)
+                log.warning("%s cannot be read, and counts for no budget: %s", sweep.path, error)
         return "", 0.0
 
     def _of_run(self, directory: str, month: str) -> float:

@@ -217,23 +217,18 @@ def test_a_run_saves_and_continues_without_repeating_a_step(sent, workers, tmp_p
     assert steps_in(file) == [*range(10, 401, 10)]
 
 
+def sweep_command(file: Path) -> list[str]:
+    words = ["--confirm", "0", "--measure", "never", "--grace", "90"]
+    return ["jobs/pareto_sweep.py", "--sweep", f"{file}:make", *words]
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("by", ["signal", "command"])
 def test_a_sweep_saves_its_running_trials(by, tmp_path):
     """Two train at the time of the signal, or of `sweeps.py stop`; the others have not begun."""
     sweep = tmp_path / "sweep.py"
     sweep.write_text(SWEEP)
-    command = (
-        "jobs/pareto_sweep.py",
-        "--sweep",
-        f"{sweep}:make",
-        "--confirm",
-        "0",
-        "--measure",
-        "never",
-        "--grace",
-        "90",
-    )
+    command = sweep_command(sweep)
     home = tmp_path / "home"
     process, reports = start(home, *command), home / "small/trials/a/metrics.jsonl"
 
@@ -315,17 +310,7 @@ def test_a_closed_terminal_saves_the_trials_of_a_sweep(tmp_path):
     """
     sweep, home = tmp_path / "sweep.py", tmp_path / "home"
     sweep.write_text(SWEEP)
-    words = [
-        "jobs/pareto_sweep.py",
-        "--sweep",
-        f"{sweep}:make",
-        "--confirm",
-        "0",
-        "--measure",
-        "never",
-        "--grace",
-        "90",
-    ]
+    words = sweep_command(sweep)
     env = {"MOE_FRONTIER_HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
     ours, theirs = pty.openpty()
     command = subprocess.Popen(

@@ -1,14 +1,15 @@
-"""The best within bounds, what is not told apart from it, and what other bounds buy: by hand, and a law."""
+"""The best within bounds, what is not significantly worse, and what other bounds buy: by hand, and a law."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from orchestrator.costs import FORWARD, MS_P95
 from orchestrator.errors import UsageError
-from orchestrator.frontier.answer import Answer, answer, errors_of, image_error
+from orchestrator.frontier.answer import Answer, answer, difference_text, errors_of, image_error
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point
 
@@ -58,16 +59,17 @@ def test_the_upper_end_of_a_cost_keeps_the_bound() -> None:
     assert asked(SURE, ms=2.4).best is SURE[0], "2 ms, but up to 2.5"
     words = "\n".join(found.lines())
     assert "Best within 2.5 ms (95th percentile of a call): middle, accuracy @1 0.7000" in words
-    assert "A looser bound, 4 ms, buys large" in words
-    assert "not decided." not in words.split("±")[0]
-    assert "A tighter bound, 1 ms, still holds small" in words
+    assert "A looser bound, 4 ms, admits large" in words
+    assert "is not significant" not in words
+    assert "Within the bound, 1 other arms are significantly worse." in words
+    assert "A tighter bound, 1 ms, still admits small" in words
 
 
 def test_a_bound_that_nothing_keeps() -> None:
     found = asked(SURE, ms=0.5)
     assert (found.best, found.nearest) == (None, SURE[0])
     words = "\n".join(found.lines())
-    assert "No arm keeps within 0.5 ms" in words
+    assert "No arm is within 0.5 ms" in words
     assert "a bound of 1 ms" in words
 
 
@@ -91,7 +93,10 @@ def test_errors_by_hand() -> None:
     alone = errors_of([arm("a", 1.0, 0.6), arm("b", 1.0, 0.7), arm("c", 1.0, 0.8)], 3)
     assert math.isnan(alone.seed_sd)
     assert alone.critical == pytest.approx(1.960, abs=1e-3), "5 % shared by two others"
-    assert "whose error is not known" in str(alone)
+    assert not alone.known
+    words = "\n".join(asked([arm("a", 1.0, 0.6), arm("b", 1.0, 0.7)], ms=2.0).lines())
+    assert "1 other arms are worse, by an unknown error." in words
+    assert "no difference is significant: take several seeds" in words
 
 
 def test_what_one_seed_and_few_images_cannot_tell() -> None:
@@ -101,8 +106,8 @@ def test_what_one_seed_and_few_images_cannot_tell() -> None:
     assert (found.best, names(found.tied), found.others) == (points[0], ["b"], 1)
     assert found.cheapest is points[1]
     words = "\n".join(found.lines())
-    assert "Not told apart from it (95%): b, accuracy @1 0.5500 ± 0.0433" in words
-    assert "The cheapest of these is b" in words
+    assert "Not significantly worse (95%): b, accuracy @1 0.5500 ± 0.0433" in words
+    assert "The cheapest of these is b." in words
 
 
 def test_the_true_best_is_named_in_19_of_20() -> None:
@@ -138,3 +143,15 @@ def test_a_frontier_says_what_was_not_measured() -> None:
     with pytest.raises(UsageError, match="must be above 0"):
         whole.answer(max_ms=-1)
     assert names(whole.within(MS_P95, 2.4).points) == ["small"], "the upper end counts"
+
+
+def test_images_that_are_routed_together_are_said() -> None:
+    """The quality of such an arm is not that of single images."""
+    grouped = replace(arm("a", 1.0, 0.6, images=100), settings={"images_per_group": 8})
+    words = asked([grouped, arm("b", 1.0, 0.2, images=100)], ms=2.0).lines()
+    assert words[-1].startswith("a routes 8 images together: its quality is that of images in such groups")
+
+
+def test_differences_of_a_likelihood_are_in_bits() -> None:
+    assert difference_text("val/acc1", 0.5, 0.1) == "10.0 points"
+    assert difference_text("val/likelihood", 0.5, 0.1) == "0.289 bits", "0.1 / (0.5 ln 2)"

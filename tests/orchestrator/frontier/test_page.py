@@ -60,9 +60,9 @@ def test_head_counts_trials_as_trials_and_arms_as_arms() -> None:
     )
     assert verdict == [
         "Best: ec-2, accuracy @1 0.9500.",
-        "Knee, the best trade on the frontier: soft-1, accuracy @1 0.9000, 5.0 points less for 4% of the"
+        "Knee, the best trade on the frontier: soft-1, accuracy @1 0.9000, 5.0 points worse for 4% of the"
         f" cost (Training FLOPs (6 {TIMES} MAC)).",
-        "No error is known of these qualities: take several seeds.",
+        "No error is known of these qualities, so no difference is significant: take several seeds.",
     ]
     assert counts.startswith("Trials: 3 finished, 1 failed, 0 diverged, 2 not started &middot; 4 arms on")
     assert "1 retrained &middot; knee soft-1 (one seed, not decided) &middot;" in counts
@@ -79,9 +79,11 @@ def test_head_counts_trials_as_trials_and_arms_as_arms() -> None:
     )
     judged = replace(FRONTIER, points=tuple(replace(point, images=100) for point in FRONTIER.points))
     best, knee, doubt = summary(judged)
-    assert best.startswith("Best: ec-2, accuracy @1 0.9500 ± 0.0246. Not told apart from it (95%): ")
-    assert "5.0 points less, a difference that is not decided, for 4% of the cost" in knee
-    assert re.match(r"Less than \d+\.\d points is not decided, by 100 images, one seed each", doubt)
+    assert best.startswith("Best: ec-2, accuracy @1 0.9500 ± 0.0246. Not significantly worse (95%): ")
+    assert "5.0 points worse, a difference that is not significant, for 4% of the cost" in knee
+    assert re.match(
+        r"Differences below \d+\.\d points are not significant \(standard errors of 100 images; of one", doubt
+    )
 
 
 def test_a_baseline_that_no_arm_beats_is_named_as_such() -> None:

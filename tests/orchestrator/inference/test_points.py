@@ -57,3 +57,12 @@ def test_a_sweep_may_minimise_it() -> None:
     found = with_inference(frontier(MS), [row("a", p50=2.0), row("b", p50=4.0), row("c", p50=8.0)])
     assert [point.cost for point in found.points] == [2.0, 4.0, 8.0]
     assert found.bound[0] == 1.1 * 8.0
+
+
+def test_a_measurement_replaces_another_as_a_whole() -> None:
+    """Nothing of an earlier one is left, as the time of an arm by a runtime that this one is not."""
+    first = with_inference(frontier(), [row("a"), row("b"), row("c")], [row("a", batch=32)])
+    again = with_inference(first, [row("a", why_not="no operator"), row("b", p50=5.0), row("c")])
+    assert not {MS, BATCH} & again.points[0].costs.keys()
+    assert not {MS, BATCH} & again.points[0].spreads.keys()
+    assert again.points[1].costs[MS] == 5.0
