@@ -8,6 +8,8 @@ from jobs._cli import print_table
 from orchestrator.errors import UsageError
 from orchestrator.estimate import Estimate, estimate, memory_problem
 from orchestrator.frontier.published import published
+from orchestrator.inference.measure import ONE_IMAGE, machine
+from orchestrator.inference.planned import PlannedTime
 from orchestrator.output import duration
 from orchestrator.planning.preflight import unfit
 from orchestrator.sweeps.budget import Device
@@ -25,11 +27,19 @@ costs of token and expert choice hold matmuls that dispatch, where ours gather. 
 contradicts its table 8 at H/14 alone."""
 
 
-def plan(sweep: Sweep, kind: str, device: Device, mfu: float, first: Sweep | None = None) -> None:
+def plan(
+    sweep: Sweep,
+    kind: str,
+    device: Device,
+    mfu: float,
+    first: Sweep | None = None,
+    times: Mapping[str, PlannedTime] = {},
+) -> None:
     """Prints what every trial needs, and which trials the device or the connected cluster cannot hold.
 
     Args:
         first: the round that tunes the arms; None: there is none.
+        times: of the arms, if they were timed.
     """
     tried = first.runs() if first else {}
     runs = {**tried, **sweep.runs()}
@@ -42,6 +52,8 @@ def plan(sweep: Sweep, kind: str, device: Device, mfu: float, first: Sweep | Non
         problems |= {name: problem for name, problem in too_large.items() if problem}
     at = f"{kind} at {mfu:.0%} of its peak"
     print_plan(found, problems, device=at, usd_per_hour=device.usd_per_hour, tried=tried)
+    if times:
+        print_times(times)
     if tried:
         print("the first round takes more trials if the best value of an arm lies at an end of the grid")
     if any(e.device_s < SHORT_S for e in found.values()):
@@ -50,6 +62,21 @@ def plan(sweep: Sweep, kind: str, device: Device, mfu: float, first: Sweep | Non
             " out: trials of seconds take some ten times as long"
         )
     print_papers(sweep, found)
+
+
+def print_times(times: Mapping[str, PlannedTime]) -> None:
+    """Prints the planned time of each arm, the fastest first."""
+    rows = [
+        (
+            arm,
+            f"{each.ms:.3g}",
+            f"{each.ms_p95:.3g}",
+            "timed" if each.factor == 1 else f"estimated, within a factor of {each.factor:.2g}",
+        )
+        for arm, each in sorted(times.items(), key=lambda item: item[1].ms)
+    ]
+    title = f"a call of the untrained model: {ONE_IMAGE}, on {machine()}"
+    print_table(("arm", "ms", "ms, 95th percentile", "how"), rows, title=title)
 
 
 def print_tuned(tuned: Tuned) -> None:

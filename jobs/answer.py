@@ -4,6 +4,11 @@
   python jobs/answer.py quickstart --max-ms 20 --batch 32 --threads 4
   python jobs/answer.py quickstart --max-mb 1 --max-gflops 0.001
   python jobs/answer.py quickstart --max-ms 2 --runtime torch --json
+  python jobs/answer.py ./flowers --max-ms 5 --out best
+
+A folder of pictures, with a folder for each class, is packed first, and the arms of the sweep quickstart that
+can keep the bound are trained on it; a folder of packed shards is taken as it is. The sweep has the folder's
+name, and the same command goes on where it was interrupted.
 
 Times are those of the finished arms on this machine, measured alone and in turns; what was measured here at
 the same setting is used again, unless --again. The upper end of a measured cost must keep its bound.
@@ -17,12 +22,16 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jobs._cli import Places, check_out, command
-from jobs._flags import flag, parse, positive
+from jobs._cli import OUT_OF_BUDGET, Places, check_out, command
+from jobs._flags import assignment, flag, parse, positive
+from jobs.pack_shards import PackFlags, pack_source
+from jobs.pareto_sweep import SweepFlags, sweep
+from jobs.train import RunFlags
 from orchestrator.errors import UsageError
 from orchestrator.names import run_name
 
@@ -31,11 +40,20 @@ if TYPE_CHECKING:
     from orchestrator.frontier.points import Point
 
 ONNX, READER, MOE = "model.onnx", "read.py", "moe"
+SMALL = 48  # pixels of a side, up to which pictures are scaled to 32
+BATCH, EPOCHS, LEAST_STEPS, MOST_STEPS = 128, 30, 200, 1500  # of the models of a folder
+
+
+def subject(text: str) -> str:
+    """Reads the name of a sweep, or a location, which has a slash."""
+    return text if "/" in text else run_name(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFlags:
-    sweep: str = flag(help="name of a sweep", positional=True, read=run_name)
+    sweep: str = flag(
+        help="name of a sweep, or a folder of pictures or shards, as ./flowers", positional=True, read=subject
+    )
     max_ms: float | None = flag(
         None, "the most milliseconds of a call, by its 95th percentile", read=positive, metavar="MS"
     )
@@ -50,6 +68,16 @@ class AnswerFlags:
     threads: int = flag(1, "threads of a call", least=1)
     runtime: Literal["onnx", "torch"] = flag("onnx", "what runs the model: onnxruntime, or torch as it is")
     again: bool = flag(False, "measure again, also what was measured on this machine before")
+    set: tuple[tuple[str, Any], ...] = flag(
+        (),
+        "of a folder: any field of training, e.g. model.image_size=96 (repeatable)",
+        metavar="FIELD=VALUE",
+        read=assignment,
+        nargs="+",
+    )
+    budget_hours: float | None = flag(
+        None, "of a folder: device-hours of training; trials that do not fit are not started", read=positive
+    )
     out: str | None = flag(
         None, "local folder for the best model; without it, nothing is written", metavar="DIR"
     )
@@ -59,13 +87,68 @@ class AnswerFlags:
     def __post_init__(self) -> None:
         if not any((self.max_ms, self.max_mib, self.max_mb, self.max_gflops)):
             raise UsageError("give a bound: --max-ms, --max-mib, --max-mb or --max-gflops")
+        if (self.set or self.budget_hours) and "/" not in self.sweep:
+            raise UsageError("--set and --budget-hours do nothing with a sweep, whose models are trained")
+
+    def bound(self) -> float | None:
+        """Returns the milliseconds of the calls that a plan times; None if others are bound."""
+        return self.max_ms if (self.runtime, self.batch, self.threads) == ("onnx", 1, 1) else None
 
 
 def main() -> None:
     flags = parse(AnswerFlags, __doc__)
     to = sys.stderr if flags.json else sys.stdout
-    with command(f"asking the sweep {flags.sweep}", plugins=flags.places.plugin, to=to):
+    with command(f"asking {flags.sweep}", plugins=flags.places.plugin, to=to):
+        if "/" in flags.sweep:
+            with redirect_stdout(to):
+                flags = replace(flags, sweep=trained_on(flags), set=(), budget_hours=None)
         answer(flags)
+
+
+def trained_on(flags: AnswerFlags) -> str:
+    """Packs a folder of pictures, unless it holds shards, and trains arms on it; returns the sweep's name. A
+    budget that is used up ends the training, and not the command.
+    """
+    from orchestrator import storage
+    from orchestrator.data.manifest import has_manifest, open_manifest
+    from orchestrator.runs.run_directory import kind_of
+
+    folder = storage.absolute(flags.sweep).rstrip("/")
+    if kind_of(folder):
+        raise UsageError(f"{folder} is a run or a sweep: give the sweep's name, without a slash")
+    name = run_name(folder.rpartition("/")[2])
+    shards = folder if has_manifest(folder) else flags.places.below("data", name)
+    if has_manifest(shards):
+        print(f"images   {shards}, as they were packed")
+    else:
+        pack_source(PackFlags(source=f"folder:{folder}", out=shards))
+    fields = {**sizes(shards, open_manifest(shards).rows("train")), **dict(flags.set)}
+    print("settings " + " ".join(f"{field}={value}" for field, value in fields.items()))
+    run = RunFlags(name=name, data=shards, set=tuple(fields.items()), places=flags.places)
+    hours = flags.budget_hours
+    try:
+        sweep(SweepFlags(max_ms=flags.bound(), confirm=0, measure="never", budget_hours=hours, run=run))
+    except SystemExit as end:
+        if end.code != OUT_OF_BUDGET:
+            raise
+    return name
+
+
+def sizes(shards: str, images: int) -> dict[str, int]:
+    """Returns sizes that suit the pictures: 64 tokens of as many pixels as most pictures have, batches of at
+    most 128, and 30 epochs, within bounds.
+    """
+    from orchestrator import storage
+    from orchestrator.packing.report import REPORT
+    from orchestrator.runs.run_directory import read_json
+
+    known = read_json(storage.join(shards, REPORT)) or {}
+    sides = [known[name]["median"] for name in ("height", "width") if known.get(name)]
+    side = 32 if sides and min(sides) <= SMALL else 64
+    batch = min(2 ** int(math.log2(images)), BATCH)
+    steps = min(max(EPOCHS * images // batch, LEAST_STEPS), MOST_STEPS)
+    model = {"model.image_size": side, "model.patch_size": side // 8}
+    return {**model, "data.batch_size": batch, "train.steps": steps}
 
 
 def answer(flags: AnswerFlags) -> None:

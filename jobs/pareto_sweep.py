@@ -5,6 +5,7 @@
   python jobs/pareto_sweep.py --tune train.lr=3e-3,1e-2,3e-2 --tune-seeds 2 --tune-at width=16
   python jobs/pareto_sweep.py --list
   python jobs/pareto_sweep.py --sweep pareto --scale jft --plan --mfu 0.35 --device H100-80
+  python jobs/pareto_sweep.py --plan --max-ms 0.4
   python jobs/pareto_sweep.py --sweep pareto --search tpe --trials 40
   ray job submit --working-dir . -- python jobs/pareto_sweep.py
 
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -164,6 +166,13 @@ class SweepFlags:
         " not fit are not started",
         read=positive,
     )
+    max_ms: float | None = flag(
+        None,
+        "time the arms before they are trained, and leave out those whose median call takes more milliseconds"
+        " (one image, ONNX, one thread); --plan shows the times",
+        read=positive,
+        metavar="MS",
+    )
     run: RunFlags
 
     def __post_init__(self) -> None:
@@ -180,6 +189,8 @@ class SweepFlags:
                 raise UsageError("{} does nothing without {}".format(*flags))
         if self.branch_at and (self.search or self.stop_early is not None):
             raise UsageError("--branch-at plans every trial ahead: leave out --search and --stop-early")
+        if self.max_ms and (self.search or self.branch_at):
+            raise UsageError("--max-ms leaves out arms that are named: leave out --search and --branch-at")
         if self.tune and (self.search or self.branch_at):
             raise UsageError("--tune tries values of arms that are named: leave out --search and --branch-at")
         if self.tune and self.tune[0] in dict(self.run.set):
@@ -325,10 +336,14 @@ def sweep(flags: SweepFlags) -> None:
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
     from orchestrator.sweeps.progress import SweepProgress
     from orchestrator.sweeps.tuning import tune
+    from orchestrator.sweeps.within import arms_within
 
     if flags.run.asks_for_fields():
         return print_fields(flags.named_sweep().base)
     sweep, tuning, policy = flags.make(), flags.tuning(), flags.policy()
+    times = {}
+    if flags.max_ms:
+        sweep, times = arms_within(sweep, flags.max_ms, say=partial(print, flush=True))
     first = tuning and tuning.first_round(sweep)
     kind, device = flags.priced(sweep)
     budget = Budget(
@@ -352,7 +367,7 @@ def sweep(flags: SweepFlags) -> None:
     if flags.plan and not flags.has_data() and (classes := sweep.base.model.num_outputs()):
         print(f"no --data: assuming the {classes:,} classes of scale {flags.scale}")
     if flags.plan or flags.mfu is not None:
-        plan(sweep, kind, device, flags.mfu or PLAN_MFU, first)
+        plan(sweep, kind, device, flags.mfu or PLAN_MFU, first, times)
         if flags.stop_early is not None:
             print_spending(sweep, policy)
     if flags.plan:

@@ -124,7 +124,7 @@ orchestrator.frontier.drawing: orchestrator.frontier.figure
 orchestrator.frontier.published: moe.guests orchestrator.frontier
 orchestrator.frontier.answer: orchestrator.costs orchestrator.frontier.figure orchestrator.frontier.points
     orchestrator.output
-orchestrator.inference: orchestrator.checkpoint orchestrator.config orchestrator.costs
+orchestrator.inference: moe.model orchestrator.checkpoint orchestrator.config orchestrator.costs
     orchestrator.inference orchestrator.plugins orchestrator.runs
 orchestrator.inference.timing:
 orchestrator.inference.reader:
@@ -143,7 +143,7 @@ papers.jobs: jobs._cli jobs._flags jobs._record moe orchestrator papers
 wings: moe orchestrator wings
 wings.jobs: jobs._cli jobs._flags jobs._record jobs.train moe orchestrator wings
 jobs: jobs._cli jobs._describe jobs._flags jobs._list jobs._main jobs._record
-    jobs._sharded jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe
+    jobs._sharded jobs._sweep_plan jobs.evaluate jobs.pack_shards jobs.pareto_sweep jobs.train moe
     orchestrator
 jobs._flags: moe.config
 jobs._main: moe.config moe.guests

@@ -202,12 +202,13 @@ def _write_onnx(files: Mapping[str, str], plugins: Mapping[str, str]) -> dict[st
     """Writes models, by their locations, to files; returns location -> why it failed, empty if it did not."""
     locations, workers = [*files], min(os.cpu_count() or 1, (len(files) + 1) // 2)
     shares = [locations[number::workers] for number in range(workers)]
+    threads = _threads(max(1, (os.cpu_count() or 1) // workers))
     with ThreadPoolExecutor(workers) as pool:
         jobs = [
             {"files": {location: files[location] for location in share}, "plugins": plugins}
             for share in shares
         ]
-        answers = pool.map(partial(_in_process, "writer"), jobs)
+        answers = pool.map(partial(_in_process, "writer", **threads), jobs)
         return {
             location: why
             for share, reasons in zip(shares, answers, strict=True)
@@ -234,6 +235,10 @@ def _in_process(module: str, job: Any, **env: str) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", '"'))]
 
 
+def _threads(count: int) -> dict[str, str]:
+    return {f"{library}_NUM_THREADS": str(count) for library in ("OMP", "OPENBLAS", "MKL")}
+
+
 def _plugins(models: Mapping[str, ModelRef]) -> dict[str, str]:
     names = [plugin for model in models.values() for plugin in model.run.plugins]
     return {plugin: text.decode() for plugin, text in shipped(dict.fromkeys(names)).items()}
@@ -254,8 +259,7 @@ def run_clock(
         "plugins": _plugins(models),
         "at_most_s": at_most_s,
     }
-    threads = {f"{library}_NUM_THREADS": str(setting.threads) for library in ("OMP", "OPENBLAS", "MKL")}
-    first, *lines = _in_process("clock", job, **threads)
+    first, *lines = _in_process("clock", job, **_threads(setting.threads))
     rounds = [Round(**line | {"ms": tuple(map(tuple, line["ms"]))}) for line in lines]
     return rounds, first["memory_mib"]
 

@@ -11,17 +11,18 @@ import pytest
 from PIL import Image
 
 from jobs import answer
+from jobs.pareto_sweep import SweepFlags
 from moe import load_signature
 from orchestrator.inference import timing
 from orchestrator.inference.measure import ONE_IMAGE, ROUNDS_TABLE, machine, measured_rows
 from orchestrator.runs.measurements import measurements, rows_of
 from orchestrator.sweeps.build import sweep_frontier
-
-pytestmark = pytest.mark.smoke
+from orchestrator.sweeps.sweep import Sweep
 
 Call = Callable[..., tuple[str, str]]
 
 
+@pytest.mark.smoke
 def test_a_sweep_answers_and_hands_over_its_model(home: Path, call: Call, tmp_path: Path) -> None:
     out, directory = tmp_path / "best", f"{home}/tiny"
     stopped, printed = call(answer.main, "tiny", "--max-ms", "1000", "--out", str(out))
@@ -65,6 +66,7 @@ def test_a_sweep_answers_and_hands_over_its_model(home: Path, call: Call, tmp_pa
     assert 0 < float(share) <= 1
 
 
+@pytest.mark.smoke
 def test_a_bound_that_nothing_keeps(home: Path, call: Call) -> None:
     stopped, printed = call(answer.main, "tiny", "--max-gflops", "1e-9")
     assert stopped == "1"
@@ -72,6 +74,37 @@ def test_a_bound_that_nothing_keeps(home: Path, call: Call) -> None:
     assert "The nearest is " in printed
 
 
+def test_a_folder_of_pictures_is_packed_and_trained_on(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What trains is replaced by what reads its flags: they make arms of the pictures' classes and sizes."""
+    rng = np.random.default_rng(0)
+    for name in ("left", "right"):
+        (tmp_path / "arrows" / name).mkdir(parents=True)
+        for number in range(30):
+            pixels = rng.integers(0, 256, (40, 90, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "arrows" / name / f"{number}.png")
+    made = list[tuple[SweepFlags, Sweep]]()
+    monkeypatch.setattr(answer, "sweep", lambda flags: made.append((flags, flags.make())))
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path / "home"))
+    args = (f"{tmp_path}/arrows", "--max-ms", "5", "--set", "train.steps=7", "--budget-hours", "0.5")
+    stopped, printed = call(answer.main, *args)
+    assert stopped == f"error: no sweep in {tmp_path}/home/arrows"
+    flags, sweep = made[0]
+    assert (flags.max_ms, flags.budget_hours, flags.measure) == (5.0, 0.5, "never")
+    base = sweep.base
+    assert (base.name, base.data.batch_size, base.train.steps) == ("arrows", 32, 7)
+    assert (base.model.image_side(), base.model.tokens(), base.model.num_outputs()) == (32, 64, 2)
+    assert "settings model.image_size=32 model.patch_size=4 data.batch_size=32 train.steps=7" in printed
+    _, printed = call(answer.main, base.data.path, "--max-gflops", "1", "--budget-hours", "1")
+    assert f"images   {base.data.path}, as they were packed" in printed
+    assert made[1][1].base.data.path == base.data.path
+    assert made[1][0].max_ms is None
+    stopped, _ = call(answer.main, "arrows", "--max-ms", "5", "--set", "train.steps=7")
+    assert stopped == "2", "a sweep is trained already"
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("args", "message"),
     [
