@@ -456,7 +456,7 @@ def print_frontier(frontier: Frontier) -> None:
         print(line)
     for name, quality in frontier.baselines.items():
         unbeaten = ", and no arm is better" if frontier.none_beats(quality) else ""
-        print(f"{name}: {frontier.quality_name} {quality:.4f}{unbeaten}")
+        print(f"{name}: {frontier.quality_name} {frontier.baseline_text(quality)}{unbeaten}")
     for claim in frontier.claims:
         print(f"{claim}: {check_claim(claim, frontier.points)}")
     for note in frontier.notes:

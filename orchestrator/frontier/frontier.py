@@ -20,6 +20,7 @@ from orchestrator.frontier.points import (
     Point,
     front_points,
     hypervolume,
+    image_error,
     is_complete,
     knee_point,
     on_front,
@@ -154,6 +155,11 @@ class Frontier:
     def none_beats(self, quality: float) -> bool:
         """Returns whether no point of the front, which is not empty, is above the quality of a baseline."""
         return bool(self.front) and all(point.quality <= quality for point in self.front)
+
+    def baseline_text(self, quality: float) -> str:
+        """Returns the quality of a baseline, with its standard error if it is of images that are counted."""
+        error = image_error(quality, max((point.images for point in self.points), default=0))
+        return f"{quality:.4f} \N{PLUS-MINUS SIGN} {error:.4f}" if error else f"{quality:.4f}"
 
     def statuses(self) -> tuple[str, ...]:
         """The place of each of `all_points` if it is complete, else its status.

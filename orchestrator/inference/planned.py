@@ -55,9 +55,10 @@ def planned_times(runs: Mapping[str, RunConfig], *, say: Say = lambda line: None
     Raises:
         UsageError: if a package is missing.
     """
-    models = {
-        run.model: replace(run, name=name) for name, run in reversed(runs.items()) if run.model.image_side()
-    }
+    models = dict[ModelConfig, RunConfig]()
+    for name, run in runs.items():
+        if run.model.image_side():
+            models.setdefault(run.model, replace(run, name=name))
     gflops = {model: computed(run, 1)[FORWARD] for model, run in models.items()}
     small = _that_fit(models, gflops)
     with TemporaryDirectory(prefix="moe-frontier-") as folder:

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.frontier.figure import TIMES
 from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.frontier.page import frontier_page
+from orchestrator.frontier.points import UNKNOWN
 from tests.orchestrator.frontier.samples import EVIL, FRONTIER, SECONDS, many, point
 from tests.orchestrator.frontier.test_frontier import POINTS, timed, times
 
@@ -37,8 +38,8 @@ def summary(frontier: Frontier) -> list[str]:
 
 
 def counted(frontier: Frontier) -> str:
-    """The paragraph below the table."""
-    (found,) = paragraphs(frontier_page(frontier).split("</table>")[1].split("<script")[0])
+    """The last paragraph below the table."""
+    *_, found = paragraphs(frontier_page(frontier).split("</table>")[1].split("<script")[0])
     return found
 
 
@@ -92,6 +93,35 @@ def test_a_baseline_that_no_arm_beats_is_named_as_such() -> None:
     for quality, end in ((best - 0.01, ""), (best, ". No arm is better.")):
         line = summary(replace(FRONTIER, baselines={"linear": quality}))[-1]
         assert line == f"{said} {quality:.4f}{end}"
+    assert (
+        replace(FRONTIER, points=(replace(FRONTIER.points[0], images=100),)).baseline_text(0.5)
+        == "0.5000 ± 0.0490"
+    )  # sqrt(.25 / 104)
+
+
+def without_error(page: str) -> list[str]:
+    """The figures of a page that have neither an error nor a reason for having none: qualities of the table,
+    of baselines and of the verdict, and costs, which are exact, measured once, or have quartiles.
+    """
+    text, found = markup(page), list[str]()
+    quality, rest = re.compile(r"\d\.\d{4}(?! ±)"), "Costs without brackets are computed, or of a single"
+    if "No error is known of these qualities" not in text:
+        cells = re.findall(r'<td class="arm">([^<]*)</td>\s*<td class="number"[^>]*>([^<]*)<', text)
+        found += [" ".join(cell) for cell in cells if cell[1] != UNKNOWN and "±" not in cell[1]]
+        above = re.findall(r'<p class="verdict">(.*?)</p>|does not count: (.*?)</p>', text, flags=re.DOTALL)
+        judged = (re.sub(r"± \d\.\d+|<[^>]+>", "±", part) for line in above for part in line)
+        found += [line for line in judged if quality.search(re.sub(r"±+", "±", line))]
+    costs = re.findall(r'<td class="number"[^>]*>([^<]*)<', text)
+    return found + ([] if rest in text or not costs else ["costs"])
+
+
+def test_every_figure_has_an_error_or_a_reason() -> None:
+    judged = tuple(replace(each, images=200) for each in FRONTIER.points)
+    sure = replace(FRONTIER, points=judged, retrained=(), baselines={"linear": 0.5})
+    assert without_error(frontier_page(sure)) == []
+    assert without_error(frontier_page(FRONTIER)) == [], "no error is known, which the verdict says"
+    one = replace(sure, points=(replace(judged[0], images=0), *judged[1:]))
+    assert without_error(frontier_page(one)) == ["dense-s 0.8000"]
 
 
 def test_a_plot_for_each_cost_and_one_for_the_budget() -> None:
