@@ -159,6 +159,7 @@ def answer(flags: AnswerFlags) -> None:
     from orchestrator.inference.measure import Setting, machine, measure_sweep, measured_rows
     from orchestrator.inference.points import with_inference
     from orchestrator.sweeps.build import sweep_frontier
+    from orchestrator.sweeps.operating import points_in_files
     from orchestrator.sweeps.publish import publish_and_send
 
     directory = flags.places.below(flags.sweep)
@@ -168,10 +169,11 @@ def answer(flags: AnswerFlags) -> None:
     setting = Setting(runtime=flags.runtime, batch=flags.batch, threads=flags.threads)
     frontier, _, _ = sweep_frontier(directory)
     here = [] if flags.again else measured_rows(directory, setting, on=machine())
-    finished = {point.arm for point in frontier.points if point.status == "finished"}
+    points = points_in_files(frontier)
+    finished = {point.arm for point in frontier.points if point.status == "finished"} | points.keys()
     if (flags.max_ms or flags.max_mib or flags.max_mb) and not finished <= {row["arm"] for row in here}:
         say = lambda line: print(line, flush=True, file=sys.stderr if flags.json else sys.stdout)  # noqa: E731
-        here = measure_sweep(directory, [setting], say=say)
+        here = measure_sweep(directory, [setting], points=points, say=say)
         if missing := publish_and_send(directory, flags.places.open_store)[1]:
             say(missing)
     found = with_inference(frontier, here).answer(
@@ -229,18 +231,20 @@ def write(point: Point, directory: str, out: str, *, to: Any) -> None:
     from orchestrator import storage
     from orchestrator.checkpoint.graphs import write_onnx
     from orchestrator.checkpoint.models import read_model
-    from orchestrator.checkpoint.weights import export
+    from orchestrator.frontier.points import OPERATING_POINT
+    from orchestrator.inference.measure import write_moe
     from orchestrator.runs.sweep_directory import SweepDir
+    from orchestrator.sweeps.operating import point_of
 
     if not storage.is_local(out):
         raise UsageError(f"--out {out} must be a local folder")
     own = SweepDir(directory)
     sweep = own.record()
     assert sweep
-    model = read_model(own.trial(sweep.trials[point.typical_run]).checkpoints)
+    model = read_model(own.trial(sweep.trials[point.typical_run]).checkpoints).at_point(point_of(point))
     Path(out).mkdir(parents=True, exist_ok=True)
     write_onnx(model.load(), f"{out}/{ONNX}", model.signature)
-    export(model.location, f"{out}/{MOE}", fresh=True)
+    write_moe(model, f"{out}/{MOE}", trained=OPERATING_POINT not in point.settings)
     text = files("orchestrator.inference").joinpath("reader.py").read_bytes()
     Path(out, READER).write_bytes(text)
     print(f"model    {out}: python {out}/{READER} PICTURE ..    {point.typical_run}", file=to)

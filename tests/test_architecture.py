@@ -124,8 +124,8 @@ orchestrator.frontier.drawing: orchestrator.frontier.figure
 orchestrator.frontier.published: moe.guests orchestrator.frontier
 orchestrator.frontier.answer: orchestrator.costs orchestrator.frontier.figure orchestrator.frontier.points
     orchestrator.output
-orchestrator.inference: moe.model orchestrator.checkpoint orchestrator.config orchestrator.costs
-    orchestrator.inference orchestrator.plugins orchestrator.runs
+orchestrator.inference: moe.codec moe.model moe.overrides orchestrator.checkpoint orchestrator.config
+    orchestrator.costs orchestrator.inference orchestrator.plugins orchestrator.runs
 orchestrator.inference.timing:
 orchestrator.inference.reader:
 orchestrator.inference.clock: moe.exported orchestrator.inference.timing orchestrator.plugins

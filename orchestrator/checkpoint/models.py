@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe.model import Model
+from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import build_sharded
 from moe.signature import SIGNATURE, Signature, read_signature
 from orchestrator import storage
@@ -59,6 +60,29 @@ class ModelRef:
         """
         run, signature = in_groups(self.run, self.signature, images)
         return replace(self, run=run, signature=signature)
+
+    def at_point(self, point: RoutingOverrides) -> "ModelRef":
+        """Returns the model with other k, capacity, priority or images per group in its config. Its weights
+        are the same.
+
+        Raises:
+            UsageError: for a setting that its router does not have or that a config does not hold, or a
+                value that is refused.
+        """
+        kept = RoutingOverrides(k=point.k, capacity_factor=point.capacity_factor, priority=point.priority)
+        if replace(point, images_per_group=None) != kept:
+            raise UsageError(f"{self.name}: a file holds k, capacity, priority and images per group: {point}")
+        model = self.in_groups(point.images_per_group)
+        if kept == AS_TRAINED:
+            return model
+        config = model.run.model
+        try:
+            config.check_overrides(kept)
+            assert config.moe
+            evaluated = config.with_moe(replace(config.moe, router=config.moe.router.eval_config()))
+            return replace(model, run=replace(model.run, model=evaluated.at_point(kept)))
+        except ValueError as error:
+            raise UsageError(f"{self.name}: {error}") from None
 
     def load(self, device: torch.device | None = None) -> Model:
         """Returns the model in evaluation mode, and sets torch's number of threads for it.

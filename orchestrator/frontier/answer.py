@@ -18,6 +18,7 @@ from orchestrator.costs import FORWARD, MS_P95, cost_of
 from orchestrator.errors import UsageError
 from orchestrator.frontier.figure import axis_title, number
 from orchestrator.frontier.points import (
+    OPERATING_POINT,
     Point,
     as_shown,
     image_error,
@@ -170,6 +171,8 @@ class Answer:
                     f"{point.arm} routes {point.together} images together: its quality is that of images in"
                     " such groups, and another for images one by one."
                 )
+            if OPERATING_POINT in point.settings:
+                lines.append(f"{point.arm} is an operating point, chosen on the images that judge it.")
         if self.unknown:
             lines.append(f"Not judged, because a cost is unknown: {', '.join(self.unknown)}.")
         return lines

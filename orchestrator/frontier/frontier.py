@@ -209,7 +209,8 @@ class Frontier:
         max_gflops: float | None = None,
     ) -> Answer:
         """Returns the best model within bounds, as `jobs/answer.py` prints it: on the 95th percentile of the
-        time of one image, its time in a batch, peak memory, size of the file, forward GFLOPs.
+        time of one image, its time in a batch, peak memory, size of the file, forward GFLOPs. Operating
+        points of which these costs are known are among them, if a file can be written.
 
         Raises:
             UsageError: without bounds, or if a cost that has one was not measured.
@@ -221,7 +222,12 @@ class Frontier:
                 raise UsageError(
                     f"{name} was not measured: jobs/answer.py {self.name} does that, in Python measure_sweep"
                 )
-        return answer(self.points, bounds, quality_name=self.quality_name)
+        first = next(iter(bounds), "")
+        points = [*self.points]
+        for point in self.operating:
+            if point.in_file and all(name in point.costs for name in bounds):
+                points.append(replace(point, cost=point.costs[first]))
+        return answer(points, bounds, quality_name=self.quality_name)
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row for every point: its place, cost, quality with standard error, further costs and runs."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from moe.model import Model
 
 UNKNOWN = "\N{EN DASH}"
+OPERATING_POINT = "operating point"  # the setting that names it
+IN_CONFIG = {"k", "capacity", "priority", "images_per_group"}  # settings of operating points that files hold
 TOGETHER = "images_per_group"  # the setting of `Point.together`
 SPACE = "log10 cost, 1 - quality"
 
@@ -84,6 +86,12 @@ class Point:
     def together(self) -> int:
         """The number of images that are routed together: an answer depends on all of them."""
         return int(self.settings.get(TOGETHER, 1))
+
+    @property
+    def in_file(self) -> bool:
+        """Whether a file can be written of it: an expert subset is no part of a config."""
+        parts = str(self.settings.get(OPERATING_POINT, "")).split()
+        return {part.partition("=")[0] for part in parts} <= IN_CONFIG
 
     @property
     def run_ids(self) -> tuple[str, ...]:

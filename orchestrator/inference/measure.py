@@ -20,9 +20,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from moe.overrides import AS_TRAINED, RoutingOverrides
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.models import ModelRef, read_model
-from orchestrator.checkpoint.weights import export
+from orchestrator.checkpoint.weights import export, write_export
 from orchestrator.config import RunConfig
 from orchestrator.costs import FORWARD, computed
 from orchestrator.errors import UsageError
@@ -101,6 +102,7 @@ def measure_sweep(
     directory: str,
     settings: Sequence[Setting] = DEFAULTS,
     *,
+    points: Mapping[str, RoutingOverrides] = {},
     say: Say = lambda line: None,
     at_most_s: float = 60.0,
 ) -> list[MeasuredRow]:
@@ -108,17 +110,23 @@ def measure_sweep(
 
     An arm whose model cannot be written for a runtime has a row without times, and is named.
 
+    Args:
+        points: operating points of arms to measure with them.
+
     Raises:
         UsageError: if no arm has finished, models read no images, or a package is missing.
     """
     models = typical_models(directory)
     if not models:
         raise UsageError(f"{directory} has no finished arm whose model reads images: nothing to measure")
+    arms = {name: name.partition(": ")[0] for name in points}
+    points = {name: point for name, point in points.items() if arms[name] in models}
+    models |= {name: models[arms[name]].at_point(point) for name, point in points.items()}
     rows, rounds = list[MeasuredRow](), list[dict[str, Any]]()
     with TemporaryDirectory(prefix="moe-frontier-") as folder:
         runtimes: dict[Runtime, None] = dict.fromkeys(setting.runtime for setting in settings)
         for runtime in runtimes:
-            files, why = write_models(models, runtime, folder, say)
+            files, why = write_models(models, runtime, folder, say, points)
             for setting in (s for s in settings if s.runtime == runtime):
                 rows += [_unwritten(arm, models[arm].name, setting, reason) for arm, reason in why.items()]
                 if not files:
@@ -172,48 +180,56 @@ def typical_models(directory: str) -> dict[str, ModelRef]:
 
 
 def write_models(
-    models: Mapping[str, ModelRef], runtime: Runtime, folder: str, say: Say
+    models: Mapping[str, ModelRef],
+    runtime: Runtime,
+    folder: str,
+    say: Say,
+    points: Mapping[str, RoutingOverrides] = {},
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Writes the file of each model that a runtime opens, ONNX on all processors; returns arm -> file, and
-    arm -> why it cannot be written.
+    arm -> why it cannot be written. `points`: the operating points of those that have one.
     """
     endings: Mapping[Runtime, str] = {"onnx": ".onnx", "torch": SUFFIX}
     paths = {arm: f"{folder}/{number}{endings[runtime]}" for number, arm in enumerate(models)}
     if runtime == "torch":
         for arm, model in models.items():
-            _write_moe(model, paths[arm])
+            write_moe(model, paths[arm], trained=arm not in points)
         return paths, {}
     say(f"writing {len(models)} models as ONNX")
-    why = _write_onnx({model.location: paths[arm] for arm, model in models.items()}, _plugins(models))
-    failed = {arm: why[model.location] for arm, model in models.items() if why[model.location]}
+    jobs = [
+        (model.location, asdict(points.get(arm, AS_TRAINED)), paths[arm]) for arm, model in models.items()
+    ]
+    failed = {arm: why for arm, why in zip(models, _write_onnx(jobs, _plugins(models)), strict=True) if why}
     for arm, reason in failed.items():
         say(f"{arm} is left out, because it cannot be written for {runtime}: {reason}")
     return {arm: path for arm, path in paths.items() if arm not in failed}, failed
 
 
-def _write_moe(model: ModelRef, path: str) -> None:
-    if model.location.endswith(SUFFIX):
+def write_moe(model: ModelRef, path: str, *, trained: bool = True) -> None:
+    """Writes a model of this project as a file, or as a folder with its card. `trained`: with the settings of
+    its training, of which the card has the results.
+    """
+    if not trained:
+        tensors = model.load().state_dict()
+        more = {"step": str(model.step)}
+        write_export(path, tensors, model.run, signature=model.signature, more=more, fresh=True)
+    elif model.location.endswith(SUFFIX):
         shutil.copy(model.location, path)
     else:
-        export(model.location, path)
+        export(model.location, path, fresh=True)
 
 
-def _write_onnx(files: Mapping[str, str], plugins: Mapping[str, str]) -> dict[str, str]:
-    """Writes models, by their locations, to files; returns location -> why it failed, empty if it did not."""
-    locations, workers = [*files], min(os.cpu_count() or 1, (len(files) + 1) // 2)
-    shares = [locations[number::workers] for number in range(workers)]
+def _write_onnx(models: Sequence[Any], plugins: Mapping[str, str]) -> list[str]:
+    """Writes the models of `WriterJob`; returns for each why it failed, empty if it did not."""
+    workers = min(os.cpu_count() or 1, (len(models) + 1) // 2)
+    shares = [models[number::workers] for number in range(workers)]
     threads = _threads(max(1, (os.cpu_count() or 1) // workers))
+    found = [""] * len(models)
     with ThreadPoolExecutor(workers) as pool:
-        jobs = [
-            {"files": {location: files[location] for location in share}, "plugins": plugins}
-            for share in shares
-        ]
-        answers = pool.map(partial(_in_process, "writer", **threads), jobs)
-        return {
-            location: why
-            for share, reasons in zip(shares, answers, strict=True)
-            for location, why in zip(share, reasons, strict=True)
-        }
+        jobs = [{"models": share, "plugins": plugins} for share in shares]
+        for number, reasons in enumerate(pool.map(partial(_in_process, "writer", **threads), jobs)):
+            found[number::workers] = reasons
+    return found
 
 
 def _in_process(module: str, job: Any, **env: str) -> list[Any]:

@@ -60,6 +60,7 @@ def with_inference(
     return replace(
         frontier,
         points=tuple(map(measured, frontier.points)),
+        operating=tuple(map(measured, frontier.operating)),
         reference={**frontier.reference, **reference},
         note=" ".join(filter(None, [frontier.note, _how(rows or batch_rows, batch_rows)])),
     )

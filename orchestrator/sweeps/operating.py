@@ -6,12 +6,14 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from moe.overrides import RoutingOverrides
 from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef, load_checkpoint
 from orchestrator.costs import FORWARD, cost_of
 from orchestrator.errors import UsageError
-from orchestrator.frontier.frontier import Frontier
-from orchestrator.frontier.points import TOGETHER, Point, is_complete
+from orchestrator.evaluation.points import parse_point
+from orchestrator.frontier.frontier import Frontier, operating_front
+from orchestrator.frontier.points import OPERATING_POINT, TOGETHER, Point, is_complete
 from orchestrator.runs.measurements import measurements, metric_name, rows_of
 from orchestrator.runs.run_directory import read_json
 from orchestrator.sweeps.sweep import settings
@@ -150,11 +152,22 @@ def _operating(trained: Point, name: str, seeds: Sequence[PointRow], frontier: F
         costs=costs,
         spreads=_spreads(seeds),
         quality=_mean(seeds, frontier.quality_name),
-        qualities=(),
+        qualities=each if len(each := tuple(seed[frontier.quality_name] for seed in seeds)) > 1 else (),
         details=details,
-        settings={**trained.settings, **_group_in(name), "operating point": name},
+        settings={**trained.settings, **_group_in(name), OPERATING_POINT: name},
         load_run=None,
     )
+
+
+def points_in_files(frontier: Frontier) -> dict[str, RoutingOverrides]:
+    """Returns the operating points on the front over forward FLOPs of which files can be written, by name."""
+    front = operating_front(frontier.at_cost(FORWARD))
+    return {p.arm: point_of(p) for p in front if OPERATING_POINT in p.settings and p.in_file}
+
+
+def point_of(point: Point) -> RoutingOverrides:
+    """Returns the settings of an operating point, and for an arm those of its training."""
+    return parse_point([f"routing.{part}" for part in str(point.settings.get(OPERATING_POINT, "")).split()])
 
 
 def _group_in(name: str) -> dict[str, float]:

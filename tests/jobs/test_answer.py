@@ -13,11 +13,14 @@ from PIL import Image
 from jobs import answer
 from jobs.pareto_sweep import SweepFlags
 from moe import load_signature
+from orchestrator.costs import FORWARD
 from orchestrator.inference import timing
 from orchestrator.inference.measure import ONE_IMAGE, ROUNDS_TABLE, machine, measured_rows
-from orchestrator.runs.measurements import measurements, rows_of
+from orchestrator.runs.measurements import measurements, rows_of, write_measurement
 from orchestrator.sweeps.build import sweep_frontier
+from orchestrator.sweeps.operating import OPERATING, QUARTILES, TIME, table_of
 from orchestrator.sweeps.sweep import Sweep
+from tests.orchestrator.frontier.test_page import without_error
 
 Call = Callable[..., tuple[str, str]]
 
@@ -42,6 +45,7 @@ def test_a_sweep_answers_and_hands_over_its_model(home: Path, call: Call, tmp_pa
         r["p50"] for r in rows if r["arm"] == frontier.points[0].arm
     )
     assert "infer/ms" in frontier.panels
+    assert without_error((home / "tiny/frontier.html").read_text()) == []
     assert "perf/ms_per_image" not in frontier.panels
     assert "measured alone and in turns" in frontier.note
 
@@ -72,6 +76,23 @@ def test_a_bound_that_nothing_keeps(home: Path, call: Call) -> None:
     assert stopped == "1"
     assert "No arm is within 1e-09 GFLOPs" in printed
     assert "The nearest is " in printed
+
+
+@pytest.mark.smoke
+def test_the_best_operating_point_is_handed_over(home: Path, call: Call, tmp_path: Path) -> None:
+    """One that is measured to be the best and to cost the least, and one that no file holds."""
+    directory, out = f"{home}/tiny", tmp_path / "point"
+    row = {"run": "token", "val/acc1": 0.99, FORWARD: 1e-9, TIME: 0.1, QUARTILES[0]: 0.1, QUARTILES[1]: 0.1}
+    more = {"batch": 64, "device": "cpu", "rounds": 1, "repeats": 1}
+    rows = [{**row, **more, "point": name} for name in ("k=1 capacity=0.5", "experts=1")]
+    write_measurement(directory, {}, tables={OPERATING: table_of(rows)})
+    stopped, printed = call(answer.main, "tiny", "--max-ms", "1000", "--out", str(out))
+    assert stopped == ""
+    assert "token: k=1 capacity=0.5 is an operating point" in printed
+    (router,) = {json.loads((out / "moe/config.json").read_text())["model"]["moe"]["router"]["kind"]}
+    assert router == "token_choice"
+    measured = {row["arm"]: row for row in measured_rows(directory, ONE_IMAGE)}
+    assert measured.keys() == {"dense", "token", "soft", "token: k=1 capacity=0.5"}
 
 
 def test_a_folder_of_pictures_is_packed_and_trained_on(

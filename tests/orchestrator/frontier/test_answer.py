@@ -145,6 +145,26 @@ def test_a_frontier_says_what_was_not_measured() -> None:
     assert names(whole.within(MS_P95, 2.4).points) == ["small"], "the upper end counts"
 
 
+def test_operating_points_are_candidates_if_a_file_holds_them() -> None:
+    points = tuple(arm(f"token: {name}", 1.0, 0.9, gflops=0.5) for name in ("k=1", "experts=2"))
+    named = tuple(
+        replace(point, settings={"operating point": point.arm.partition(": ")[2]}, load_run=None)
+        for point in points
+    )
+    frontier = Frontier(
+        name="s",
+        cost_name="c",
+        quality_name=ACC,
+        points=(arm("token", 2.0, 0.8),),
+        operating=named,
+        reference={"c": 2.0, ACC: 0.1},
+    )
+    found = frontier.answer(max_gflops=2.0)
+    assert found.best
+    assert (found.best.arm, found.others) == ("token: k=1", 1)
+    assert "token: k=1 is an operating point, chosen on the images that judge it." in found.lines()
+
+
 def test_images_that_are_routed_together_are_said() -> None:
     """The quality of such an arm is not that of single images."""
     grouped = replace(arm("a", 1.0, 0.6, images=100), settings={"images_per_group": 8})
