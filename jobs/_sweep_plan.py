@@ -140,21 +140,31 @@ def print_plan(
     of a first round, which has a sum of its own.
     """
 
+    from orchestrator.costs import FORWARD, TRAIN_FLOPS
+    from orchestrator.frontier.figure import unit_of
+
+    forward = unit_of(FORWARD, [e.forward_gflops_2mac for e in estimates.values()])
+    train = unit_of(TRAIN_FLOPS, [e.train_flops_6mac for e in estimates.values()])
+
     def totals(members: list[Estimate]) -> tuple[str, ...]:
         device_s = sum(e.device_s for e in members)
         usd = device_s / 3600 * usd_per_hour
         flops, disk = sum(e.train_flops_6mac for e in members), sum(e.disk_bytes for e in members)
         price = f"{usd:.2f}" if usd >= 1 else f"{usd:.2g}"
-        return f"{flops:.3g}", duration(device_s), price, f"{disk / 1e9:.3g}"
+        return f"{flops / train.size:.4g}", duration(device_s), price, f"{disk / 1e9:.3g}"
 
     groups: dict[str, list[Estimate]] = {}
     rows = []
     for name, e in estimates.items():
-        numbers = (f"{e.params / 1e6:.3g}M", f"{e.forward_gflops_2mac:.3g}", f"{e.memory_gib:.2f}")
+        numbers = (
+            f"{e.params / 1e6:.3g}M",
+            f"{e.forward_gflops_2mac / forward.size:.4g}",
+            f"{e.memory_gib:.2f}",
+        )
         rows.append((name, e.family, e.workers, *numbers, *totals([e])))
         groups.setdefault("first round" if name in tried else e.family, []).append(e)
-    sums = ("train FLOPs", "device time", "usd", "GB on disk")
-    columns = ("trial", "family", "devices", "parameters", "forward GFLOPs", "GiB/device", *sums)
+    sums = (f"train {train.symbol}", "device time", "usd", "GB on disk")
+    columns = ("trial", "family", "devices", "parameters", f"forward {forward.symbol}", "GiB/device", *sums)
     print_table(columns, rows, title=f"plan on {device}", left=3)
     groups["all"] = list(estimates.values())
     families = [(family, len(members), *totals(members)) for family, members in groups.items()]

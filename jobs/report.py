@@ -3,6 +3,7 @@
 python jobs/report.py --name quickstart
 python jobs/report.py --name quickstart --out /tmp/report --tracking-uri http://host:5000
 python jobs/report.py --name quickstart --out paper --format tex pdf csv   # a table and a figure for a paper
+python jobs/report.py --name quickstart --out paper --format pdf --cost infer/ms --families dense,soft
 python jobs/report.py --published softmoe-figure3    # as a paper printed it; --published help lists them all
 python jobs/report.py --serve --port 5001    # all that is in the storage's mlflow.db, until Ctrl-C
 """
@@ -16,10 +17,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs._cli import UNSENT, Places, check_out, command, print_table
-from jobs._flags import flag, parse
+from jobs._flags import flag, parse, positive
 from jobs.pareto_sweep import print_frontier
 from orchestrator.errors import UsageError
 from orchestrator.names import run_name
@@ -51,6 +52,38 @@ def format_name(text: str) -> str:
     return text
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Reads names that commas part."""
+    return tuple(filter(None, text.split(",")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperFlags:
+    """what --format writes"""
+
+    width: float | None = flag(None, "width of the figure in inches (default: 3.25, a column)", read=positive)
+    font: float | None = flag(None, "size of the figure's text in points (default: 8)", read=positive)
+    title: str | None = flag(None, "title above the figure (default: none)", metavar="TEXT")
+    cost: str | None = flag(
+        None, "the cost of figure and table, such as infer/ms (default: the sweep's)", metavar="METRIC"
+    )
+    families: tuple[str, ...] | None = flag(
+        None, "only arms of these families: dense,soft", read=names, metavar="A,B"
+    )
+    no_baselines: bool = flag(False, "without the baselines")
+    columns: tuple[str, ...] | None = flag(
+        None,
+        "further columns in tex: costs and statistics of routers, as cost/params,moe/dropped_frac",
+        read=names,
+        metavar="METRICS",
+    )
+
+    def given(self) -> dict[str, Any]:
+        """Returns the options of `write_formats` that were given."""
+        options = {name: value for name, value in vars(self).items() if value not in (None, False)}
+        return {"baselines": False, **options} if options.pop("no_baselines", False) else options
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReportFlags:
     name: str = flag("quickstart", "name of the sweep", read=run_name)
@@ -64,9 +97,13 @@ class ReportFlags:
     )
     serve: bool = flag(False, "serve MLflow's pages of the storage on this machine, until Ctrl-C")
     port: int = flag(5000, "--serve: port of 127.0.0.1", least=1)
+    paper: PaperFlags
     places: Places
 
     def __post_init__(self) -> None:
+        if not self.format and (given := self.paper.given()):
+            name = "no-baselines" if "baselines" in given else next(iter(given))
+            raise UsageError(f"without --format, --{name} does nothing")
         if self.format and not self.out:
             raise UsageError("--format needs --out, the folder for its files")
 
@@ -113,7 +150,7 @@ def draw(flags: ReportFlags, frontier: Frontier, out: str) -> Sequence[str]:
     from orchestrator.sweeps.publish import FILES, write_files, write_formats
 
     if flags.format:
-        write_formats(frontier, out, flags.format)
+        write_formats(frontier, out, flags.format, **flags.paper.given())
         return [f"frontier.{each}" for each in flags.format]
     write_files(frontier, out)
     return FILES

@@ -53,6 +53,7 @@ from .schedules import (
 from .sweeps.budget import Budget as Budget
 from .sweeps.build import load_frontier as load_frontier
 from .sweeps.driver import SweepOptions as SweepOptions, run_sweep as run_sweep
+from .sweeps.publish import write_formats as write_formats
 from .sweeps.queue import Job as Job, Policy as Policy, TrialState as TrialState
 from .sweeps.run import Watch as Watch
 from .sweeps.scales import Scale as Scale

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 TRAIN_FLOPS = "cost/train_flops_6mac"
 FORWARD = "cost/forward_gflops_2mac"
+PARAMS = "cost/params"
 MS, MS_P95 = "infer/ms", "infer/ms_p95"
 TIMES = "\N{MULTIPLICATION SIGN}"
 _per_model = lru_cache(maxsize=1024)  # of models whose costs were asked for last
@@ -33,7 +34,7 @@ class Cost(Family, ABC, default=TRAIN_FLOPS):
 
     Attributes:
         unit, meaning: for the reference of metrics.
-        title: of an axis, with the unit.
+        title: of an axis, with the unit. FLOP are shown with the prefix that suits the values: MFLOP, GFLOP.
         drawn: whether a sweep's page has a plot over it, where all complete arms have it.
         constant: whether it is the same at every step: no curve then, but a parameter in trackers.
         peak: whether a counted cost is the highest value that `counter` reads on any worker, and not the sum
@@ -129,7 +130,7 @@ class TrainFlops(Cost):
     kind: Literal["cost/train_flops_6mac"] = "cost/train_flops_6mac"
     unit: ClassVar = "FLOPs"
     meaning: ClassVar = "training so far, 6 per multiply-add, computed from the config"
-    title: ClassVar = f"Training FLOPs (6 {TIMES} MAC)"
+    title: ClassVar = f"Training (FLOP, 6 {TIMES} MAC)"
 
     def of_config(self, run: "RunConfig", step: int, own: int) -> float:
         return _flops_per_image(run.model) * (step * run.data.batch_size)
@@ -140,7 +141,7 @@ class MarginalTrainFlops(Cost):
     kind: Literal["cost/marginal_train_flops_6mac"] = "cost/marginal_train_flops_6mac"
     unit: ClassVar = "FLOPs"
     meaning: ClassVar = "of a cooldown run: its own steps alone"
-    title: ClassVar = f"Training FLOPs of a cooldown's own steps (6 {TIMES} MAC)"
+    title: ClassVar = f"Training of a cooldown's own steps (FLOP, 6 {TIMES} MAC)"
 
     def of_config(self, run: "RunConfig", step: int, own: int) -> float | None:
         return _flops_per_image(run.model) * (own * run.data.batch_size) if run.train.trunk else None
@@ -169,7 +170,7 @@ class ForwardGflops(Cost):
     kind: Literal["cost/forward_gflops_2mac"] = "cost/forward_gflops_2mac"
     unit: ClassVar = "GFLOPs"
     meaning: ClassVar = "forward pass of one image, 2 per multiply-add, computed from the config"
-    title: ClassVar = f"Forward GFLOPs per image (2 {TIMES} MAC)"
+    title: ClassVar = f"Forward pass (GFLOP, 2 {TIMES} MAC)"
     constant: ClassVar = True
 
     def of_config(self, run: "RunConfig", step: int, own: int) -> float:

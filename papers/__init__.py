@@ -80,7 +80,7 @@ STUDIES = {  # name -> what it shows, and its function of a number of seeds and 
     ),
 }
 TITLES = {  # of metrics in `published.csv`, with the unit
-    "cost/train_flops_3mac": "Training FLOPs (3 \N{MULTIPLICATION SIGN} MAC)",
+    "cost/train_flops_3mac": "Training (FLOP, 3 \N{MULTIPLICATION SIGN} MAC)",
     "cost/tpuv3_days": "Training TPUv3 days (chips)",
     "perf/tpuv3_ms_per_image": "Inference time per image (ms, TPUv3)",
     "imagenet/acc1": "ImageNet accuracy @1, fine-tuned",

@@ -115,8 +115,8 @@ orchestrator.training.heartbeat:
 orchestrator.frontier: orchestrator.costs orchestrator.frontier
 orchestrator.frontier.pareto:
 orchestrator.frontier.points: moe.model orchestrator.frontier.pareto orchestrator.output
-orchestrator.frontier.tables: orchestrator.frontier.figure orchestrator.frontier.frontier
-    orchestrator.frontier.points
+orchestrator.frontier.tables: orchestrator.costs orchestrator.frontier.figure
+    orchestrator.frontier.frontier orchestrator.frontier.points orchestrator.output
 orchestrator.frontier.paired: orchestrator.frontier.points
 orchestrator.frontier.claims: orchestrator.frontier.paired orchestrator.frontier.points
 orchestrator.frontier.figure: moe.guests orchestrator.costs orchestrator.frontier.points orchestrator.output

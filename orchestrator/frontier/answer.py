@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import stdtrit
 
-from orchestrator.costs import FORWARD, MS_P95, cost_of
+from orchestrator.costs import FORWARD, MS_P95
 from orchestrator.errors import UsageError
-from orchestrator.frontier.figure import axis_title, number
+from orchestrator.frontier.figure import amount, axis_title, number, unit_of
 from orchestrator.frontier.points import (
     OPERATING_POINT,
     Point,
@@ -133,7 +133,7 @@ class Answer:
     def lines(self) -> list[str]:
         """Returns the answer in words."""
         first = next(iter(self.bounds))
-        said = " and ".join(f"{most:g} {_unit(name)} ({_what(name)})" for name, most in self.bounds.items())
+        said = " and ".join(f"{amount(name, most)} ({_what(name)})" for name, most in self.bounds.items())
         if self.best is None:
             if self.nearest is None:
                 return [f"No finished arm has these costs: {said}."]
@@ -156,13 +156,13 @@ class Answer:
         if self.looser is not None:
             gain = self.looser.quality - self.best.quality
             significant = self.errors.known and gain > self.errors.significant(self.looser, self.best)
-            bound = f"{number(self._upper(self.looser))} {_unit(first)}"
+            bound = amount(first, self._upper(self.looser))
             doubt = "" if significant else "; the difference is not significant"
             lines.append(f"A looser bound, {bound}, admits {self._named(self.looser)}{doubt}.")
         else:
             lines.append("No looser bound admits a better arm of this sweep.")
         if self.tighter is not None:
-            bound = f"{number(self._upper(self.tighter))} {_unit(first)}"
+            bound = amount(first, self._upper(self.tighter))
             lines.append(f"A tighter bound, {bound}, still admits {self._named(self.tighter)}.")
         lines.append(self.errors.least(self.best, self.quality_name))
         for point in (self.best, *self.tied):
@@ -186,8 +186,7 @@ class Answer:
 
     def _costs(self, point: Point, of: Callable[[Point, str], float] | None = None) -> str:
         return ", ".join(
-            f"{number(of(point, name)) if of else _with_end(point, name)} {_unit(name)}"
-            for name in self.bounds
+            amount(name, of(point, name)) if of else _with_end(point, name) for name in self.bounds
         )
 
 
@@ -202,11 +201,6 @@ _WHAT = {
 
 def _what(cost_name: str) -> str:
     return _WHAT.get(cost_name, axis_title(cost_name))
-
-
-def _unit(cost_name: str) -> str:
-    cost = cost_of(cost_name)
-    return cost.unit if cost else ""
 
 
 def difference_text(quality_name: str, quality: float, less: float) -> str:
@@ -237,7 +231,7 @@ def verdict(points: Sequence[Point], *, quality_name: str, cost_name: str) -> li
         doubt = ", a difference that is not significant," if knee in tied else ""
         lines.append(
             f"Knee, the best trade on the frontier: {knee.arm}, {title} {knee.quality_text}, {less}"
-            f" worse{doubt} for {knee.cost / best.cost:.0%} of the cost ({axis_title(cost_name)})."
+            f" worse{doubt} for {knee.cost / best.cost:.0%} of the cost, {axis_title(cost_name)}."
         )
     return [*lines, errors.least(best, quality_name)]
 
@@ -251,7 +245,9 @@ def upper(point: Point, cost_name: str) -> float:
 
 def _with_end(point: Point, cost_name: str) -> str:
     cost, high = point.costs[cost_name], upper(point, cost_name)
-    return f"{number(cost)} (up to {number(high)})" if high > cost else number(cost)
+    unit = unit_of(cost_name, [cost])
+    end = f" (up to {number(high / unit.size)})" if high > cost else ""
+    return f"{number(cost / unit.size)}{end} {unit.symbol}".rstrip()
 
 
 def answer(points: Sequence[Point], bounds: Mapping[str, float], *, quality_name: str) -> Answer:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe.guests import offered
-from orchestrator.costs import TIMES, cost_of
+from orchestrator.costs import PARAMS, TIMES, cost_of
 from orchestrator.frontier.points import UNKNOWN, Point, as_shown, front_points, quartiles
 from orchestrator.output import IN_BITS
 
@@ -52,6 +52,7 @@ _MARKS = {
 _FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13}
 _AXIS = {"zeroline": False, "showline": True, "ticks": "outside", "ticklen": 5, "automargin": True}
 _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _SPLITS = {"train": "Training", "val": "Validation"}
 _PRINTED: Mapping[str, str] = offered("TITLES")  # titles of metrics that papers print
 
@@ -62,6 +63,16 @@ class FamilyStyle(NamedTuple):
     colour: str
     symbol: str
     glyph: str
+
+
+class Unit(NamedTuple):
+    """How values of a metric are shown: the title of their axis or column, the symbol of the unit in it, and
+    how much of the metric's own unit that is.
+    """
+
+    title: str
+    symbol: str
+    size: float = 1.0
 
 
 _FAMILIES = {
@@ -108,6 +119,7 @@ def frontier_plot(
         if 0 < point.cost < math.inf:
             drawn.setdefault((status.split(",")[0], point.family), []).append(point)
     styles = family_styles(family for role, family in drawn if role in ROLES)
+    unit = unit_of(cost_name, [point.cost for point, status in entries if status != "published"])
     counted = [point for point, status in entries if status.startswith(("frontier", "dominated"))]
     front = front_points(counted)
     traces = [_line("operating_front", operating_front, dash="dot"), _line("frontier", front)]
@@ -121,12 +133,14 @@ def frontier_plot(
         for family, points in longer(counted)
     ]
     traces += [
-        _marks(drawn[role, family], role, style, cost_name, quality_name)
+        _marks(drawn[role, family], role, style, cost_name, quality_name, unit)
         for role in ROLES
         for family, style in styles.items()
         if (role, family) in drawn
     ]
     traces = [trace for trace in traces if trace["x"]]
+    for trace in traces:
+        trace["x"] = [cost / unit.size for cost in trace["x"]]
     costs = [cost for trace in traces for cost in trace["x"]]
     ends = sorted(counted, key=lambda point: point.cost)[:: max(len(counted) - 1, 1)]
     traces[:0] = [
@@ -139,17 +153,23 @@ def frontier_plot(
     knees = [point for point, status in entries if status == "frontier, knee"]
     sizes = key_sizes([*counted, *(point for point, status in entries if status == "retrained")])
     named = [
-        {"name": plain(point.arm), "x": point.cost, "y": point.quality, "px": marker_px(point.size)}
+        {
+            "name": plain(point.arm),
+            "x": point.cost / unit.size,
+            "y": point.quality,
+            "px": marker_px(point.size),
+        }
         for point in (*knees, *(point for point in front if point not in knees))
     ]
-    layout = _layout(name, axis_title(cost_name), axis_title(quality_name))
+    layout = _layout(name, unit.title, axis_title(quality_name))
     layout["title"]["subtitle"] = {"text": plain(subtitle)}
     layout["meta"] = {"sizes": sizes, "size_title": size_title, "front": named}
     if quality_name in IN_BITS:
         placed = [trace["y"] for trace in traces if trace.get("yaxis") != "y2"]
         layout["yaxis"] |= _bit_ticks([y for each in placed for y in each])
-    # With a format every tick of a log axis has its whole number: 200G, 500G, 1T; small numbers as they are.
-    tick_format = "~s" if max(costs, default=0) >= 1000 else "~g"
+    # With a format every tick of a log axis has its whole number: 20k, 50k. Small numbers, and those of a
+    # unit with a prefix, stand as they are.
+    tick_format = "~s" if unit.size == 1 and max(costs, default=0) >= 1000 else "~g"
     layout["xaxis"] |= {"type": "log", "nticks": 6, "tickformat": tick_format}
     if front:
         layout["annotations"] = [_knee_label(named[0])]
@@ -260,11 +280,14 @@ def _baseline(name: str, quality: float, costs: Sequence[float], ends: Sequence[
     }
 
 
-def _marks(points: Sequence[Point], role: str, style: FamilyStyle, cost_name: str, quality_name: str) -> Json:
+def _marks(
+    points: Sequence[Point], role: str, style: FamilyStyle, cost_name: str, quality_name: str, unit: Unit
+) -> Json:
     """The points of one family that have one role, with bars over quartiles of costs, and of the standard
     error of their qualities.
     """
     symbol, size = _MARKS.get(role, (None, 0))
+    spreads = [(*quartiles(point, cost_name), point.cost) for point in points]
     on_axis, hollow = role == "diverged", role in _MARKS
     errors = [(p.quality, p.standard_error if math.isfinite(p.standard_error) else 0.0) for p in points]
     marker = {
@@ -285,10 +308,10 @@ def _marks(points: Sequence[Point], role: str, style: FamilyStyle, cost_name: st
         "yaxis": "y2" if on_axis else "y",
         "cliponaxis": not on_axis,
         "hoverinfo": "text",
-        "hovertext": [_hover_text(point, role, cost_name, quality_name) for point in points],
+        "hovertext": [_hover_text(point, role, cost_name, quality_name, unit) for point in points],
         # A mean has no run of its own.
         "customdata": [web_link(None if point.runs else point.run_url) for point in points],
-        "error_x": _bars([(*quartiles(point, cost_name), point.cost) for point in points]),
+        "error_x": _bars([(low / unit.size, high / unit.size, at / unit.size) for low, high, at in spreads]),
         "error_y": _bars([] if on_axis else [(mean - error, mean + error, mean) for mean, error in errors]),
     }
 
@@ -302,11 +325,11 @@ def _bars(bars: Sequence[tuple[float, float, float]]) -> Json:
     return {"type": "data", "array": above, "arrayminus": below, "thickness": 1, "width": 0}
 
 
-def _hover_text(point: Point, role: str, cost_name: str, quality_name: str) -> str:
+def _hover_text(point: Point, role: str, cost_name: str, quality_name: str, unit: Unit) -> str:
     """The text of a point under the pointer, in at most 18 lines, because more do not fit beside a plot."""
     lines = [
         f"{family_label(point.family)}, {role}",
-        f"{axis_title(cost_name)}: {cost_text(point, cost_name)}",
+        f"{unit.title}: {cost_text(point, cost_name, unit.size)}",
         f"{axis_title(quality_name)}: {point.quality_text}",
         *(f"{name}: {text}" for name, text in facts(point).items()),
     ]
@@ -353,9 +376,37 @@ def axis_title(metric: str) -> str:
     if shots := re.fullmatch(r"fewshot/acc_(\d+)shot", metric):
         return f"{shots[1]}-shot accuracy of frozen features"
     split, _, name = IN_BITS.get(metric, metric).partition("/")
+    if split == "moe":
+        return name.replace("_", " ").capitalize()
     if split not in _SPLITS:
         return _PRINTED.get(metric, metric)
     return f"{_SPLITS[split]} {re.sub(r'^acc(?=[0-9])', 'accuracy @', name).replace('_', ' ')}"
+
+
+def unit_of(metric: str, values: Iterable[float]) -> Unit:
+    """Returns how these values are shown together. FLOP and parameters get the prefix by which the smallest
+    value above 0 is at least 1, so that 2.5e-4 GFLOP are 250 kFLOP; other units stay as they are.
+    """
+    title, cost = axis_title(metric), cost_of(metric)
+    least = min((value for value in values if 0 < value < math.inf), default=math.nan)
+    flop = re.search(r"\b([kMGTPEZY]?)FLOP\b", title)
+    if not flop and metric != PARAMS:
+        return Unit(title, cost.unit.strip("-") if cost else "")
+    own = shown = _PREFIXES.index(flop[1] if flop else "")
+    if not math.isnan(least):
+        shown = min(max(own + math.floor(math.log10(least) / 3), 0), len(_PREFIXES) - 1)
+    symbol = _PREFIXES[shown] + ("FLOP" if flop else "")
+    if flop:
+        title = title.replace(flop[0], symbol)
+    elif symbol:
+        title += f" ({symbol})"
+    return Unit(title, symbol, 1000.0 ** (shown - own))
+
+
+def amount(metric: str, value: float) -> str:
+    """Returns a single value of a metric with its unit."""
+    unit = unit_of(metric, [value])
+    return f"{number(value / unit.size)} {unit.symbol}".rstrip()
 
 
 def number(value: float) -> str:
@@ -368,10 +419,11 @@ def number(value: float) -> str:
     return f"{mantissa}{TIMES}10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
 
 
-def cost_text(point: Point, cost_name: str) -> str:
-    """The cost, with its quartiles in brackets if it was measured."""
+def cost_text(point: Point, cost_name: str, size: float = 1.0) -> str:
+    """The cost in units of a size (`Unit.size`), with its quartiles in brackets if it was measured."""
     low, high = quartiles(point, cost_name)
-    return number(point.cost) + (f" ({number(low)} - {number(high)})" if low < high else "")
+    spread = f" ({number(low / size)} - {number(high / size)})" if low < high else ""
+    return number(point.cost / size) + spread
 
 
 def facts(point: Point) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -188,6 +188,28 @@ class Frontier:
         reference = {cost_name: 1.1 * max(known, default=1.0), **self.reference}
         return replace(self, cost_name=cost_name, reference=reference, **groups)
 
+    def part(
+        self, *, cost: str | None = None, families: Collection[str] = (), baselines: bool = True
+    ) -> "Frontier":
+        """The same frontier under another of its costs, of some families alone, or without its baselines.
+
+        Raises:
+            UsageError: for a cost that no point has, or a family that there is not; it names those known.
+        """
+        points = (*self.all_points, *self.papers)
+        costs = {name for point in self.points for name in (self.cost_name, *point.costs)}
+        present = {point.family for point in points}
+        for what, asked, known in (("cost", [cost or self.cost_name], costs), ("family", families, present)):
+            for name in asked:
+                if name not in known:
+                    raise UsageError(f"{self.name} has no {what} {name!r}; known: {', '.join(sorted(known))}")
+        found = self if cost in (None, self.cost_name) else self.at_cost(cost)
+        groups = {
+            group: tuple(point for point in getattr(found, group) if not families or point.family in families)
+            for group in ("points", "retrained", "operating", "papers")
+        }
+        return replace(found, **groups, baselines=self.baselines if baselines else {})
+
     def within(self, cost_name: str, at_most: float) -> "Frontier":
         """The same frontier of the points alone that keep a bound of one of their costs, a measured one by
         its upper end; an unknown cost keeps none.
@@ -230,7 +252,12 @@ class Frontier:
         return answer(points, bounds, quality_name=self.quality_name)
 
     def to_dataframe(self) -> pd.DataFrame:
-        """A row for every point: its place, cost, quality with standard error, further costs and runs."""
+        """A row for every point: its place, cost, quality with standard error, further costs, statistics of
+        its router, and runs.
+        """
+        costs = dict.fromkeys((*self.panels, *(name for point in self.points for name in point.costs)))
+        costs.pop(self.cost_name, None)
+        statistics = dict.fromkeys(name for point in self.points for name in point.statistics)
         rows = [
             {
                 "arm": point.arm,
@@ -241,7 +268,8 @@ class Frontier:
                 "standard_error": point.standard_error,
                 TOGETHER: point.together,
                 "seeds": len(point.run_ids),
-                **{name: point.costs.get(name, math.nan) for name in self.panels},
+                **{name: point.costs.get(name, math.nan) for name in costs},
+                **{name: point.statistics.get(name, math.nan) for name in statistics},
                 "run": ", ".join(point.run_ids),
             }
             for point, status in zip(self.all_points, self.statuses(), strict=True)

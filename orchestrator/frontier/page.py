@@ -6,7 +6,7 @@ sorts the table. The content security policy of the file forbids network access.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -22,6 +22,7 @@ from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.frontier.points import SPACE, Point, hypervolume_by_budget, is_complete
 
 _FILTERS = (
+    figure.amount,
     figure.axis_title,
     figure.facts,
     figure.family_label,
@@ -45,7 +46,9 @@ def frontier_page(frontier: Frontier) -> str:
         plots.append(figure.budget_plot(curve))
     present = [meta["role"] for meta in drawn] + [status.split(",")[0] for status in frontier.statuses()]
     known = [role for role in figure.ROLES if role in present]
-    titles = [figure.axis_title(name) for name in (frontier.quality_name, *(p.cost_name for p in panels))]
+    units = [figure.unit_of(panel.cost_name, [p.cost for p in panel.all_points]) for panel in panels]
+    titles = [figure.axis_title(frontier.quality_name), *(unit.title for unit in units)]
+    bounds = _bounds(frontier)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters.update({function.__name__: function for function in _FILTERS})
@@ -61,8 +64,9 @@ def frontier_page(frontier: Frontier) -> str:
         sizes=plots[0]["layout"]["meta"]["sizes"],
         gains=gains(frontier),
         verdicts=[check_claim(claim, frontier.points) for claim in frontier.claims],
-        costs={name: figure.axis_title(name) for name in _bounds(frontier)},
-        choices=_choices(frontier),
+        costs={name: unit.title for name, unit in bounds.items()},
+        choices=_choices(frontier, bounds),
+        cost_title=units[0].title,
         columns=[
             ("Arm", "arm"),
             *((title, "number") for title in (*titles, frontier.size_title, *_together(frontier))),
@@ -71,21 +75,22 @@ def frontier_page(frontier: Frontier) -> str:
             ("Details", "details"),
             ("MLflow run", "runs"),
         ],
-        rows=_rows(panels),
+        rows=_rows(panels, units),
         css=Markup(_file("page.css")),
         plotly=Markup(get_plotlyjs()),
         javascript=Markup(_file("page.js")),
     )
 
 
-def _bounds(frontier: Frontier) -> list[str]:
-    """The costs that all finished points have, what a model takes to use first."""
+def _bounds(frontier: Frontier) -> dict[str, figure.Unit]:
+    """The costs that all finished points have, what a model takes to use first, and how they are shown."""
     points = [point for point in frontier.points if is_complete(point)]
     shared = [n for n in known_costs() if points and all(upper(p, n) < math.inf for p in points)]
-    return sorted(shared, key=lambda name: not name.startswith("infer/"))
+    shared.sort(key=lambda name: not name.startswith("infer/"))
+    return {name: figure.unit_of(name, [upper(p, name) for p in points]) for name in shared}
 
 
-def _choices(frontier: Frontier) -> dict[str, Any]:
+def _choices(frontier: Frontier, bounds: Mapping[str, figure.Unit]) -> dict[str, Any]:
     """What the page needs to name the best arm within a bound, as `answer.answer` does: of each finished arm
     its quality, error and the upper ends of its costs; and Student's t by the number of arms within.
     """
@@ -99,7 +104,7 @@ def _choices(frontier: Frontier) -> dict[str, Any]:
                 "quality": point.quality,
                 "text": point.quality_text,
                 "error": errors[0].of(point),
-                "upper": {name: upper(point, name) for name in _bounds(frontier)},
+                "upper": {name: upper(point, name) / unit.size for name, unit in bounds.items()},
             }
             for point in points
         ],
@@ -123,11 +128,13 @@ def _together(frontier: Frontier) -> tuple[str, ...]:
     return ("Images routed together",) if several else ()
 
 
-def _rows(panels: list[Frontier]) -> Iterator[tuple[Point, str, str, Sequence[tuple[float | str, str]]]]:
+def _rows(
+    panels: Sequence[Frontier], units: Sequence[figure.Unit]
+) -> Iterator[tuple[Point, str, str, Sequence[tuple[float | str, str]]]]:
     """Yields point, role, status, and the numbers: a key to sort by, empty if unknown, and a text."""
     columns = [
-        [(point.cost, figure.cost_text(point, panel.cost_name)) for point in panel.all_points]
-        for panel in panels
+        [(p.cost, figure.cost_text(p, panel.cost_name, unit.size)) for p in panel.all_points]
+        for panel, unit in zip(panels, units, strict=True)
     ]
     points = panels[0].all_points
     columns.insert(0, [(point.quality, point.quality_text) for point in points])

@@ -46,6 +46,7 @@ class Point:
         images: on which an accuracy was judged; 0: unknown, or the quality is no accuracy.
         runs: (id, address) in MLflow of the seeds beyond `run_id`.
         settings: what claims compare.
+        statistics: of its router when training ended, by metric: means over layers and seeds.
         quality_name: its metric, if it is shown as another (`as_shown`).
         load_run: returns the trained model of one of `run_ids`; None for a point without weights of its own.
     """
@@ -65,6 +66,7 @@ class Point:
     images: int = field(default=0, repr=False)
     runs: tuple[tuple[str, str | None], ...] = field(default=(), repr=False)
     settings: Mapping[str, str | float] = field(default_factory=dict, repr=False)
+    statistics: Mapping[str, float] = field(default_factory=dict, repr=False)
     quality_name: str = field(default="", repr=False)
     load_run: Callable[[str], "Model"] | None = field(default=None, repr=False, compare=False)
 

@@ -311,6 +311,7 @@ def _point(
         costs={n: _mean(same, n) for n in known_costs() if n in first.metrics} if whole else known,
         settings=found,
         runs=tuple((trial.run_id, None) for trial in same[1:]),
+        statistics={n: _mean(same, n) for n in first.metrics if n.startswith("moe/")} if whole else {},
         quality_name=sweep.quality,
         images=sweep.val_images if sweep.quality.startswith("val/acc") else 0,
         load_run=partial(_load_run, {trial.run_id: trial for trial in same}),

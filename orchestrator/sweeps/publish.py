@@ -3,12 +3,13 @@
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
+from orchestrator.frontier.drawing import save_column
 from orchestrator.frontier.frontier import UNDECIDED, Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.points import Point, as_shown, is_complete
@@ -51,17 +52,44 @@ def write_files(frontier: Frontier, folder: str) -> list[str]:
     return [file.name for file in (page, *pictures)]
 
 
-def write_formats(frontier: Frontier, folder: str, formats: Collection[str]) -> None:
-    """Writes ``frontier.FORMAT`` for each: the table as csv or tex, else the picture, as pdf, svg or png."""
+def write_formats(
+    frontier: Frontier,
+    folder: str,
+    formats: Collection[str],
+    *,
+    width: float = 3.25,
+    font: float = 8.0,
+    title: str = "",
+    cost: str | None = None,
+    families: Collection[str] = (),
+    baselines: bool = True,
+    columns: Sequence[str] = (),
+) -> None:
+    """Writes ``frontier.FORMAT`` for each below a local folder or a URI: a table for a paper as csv or tex, a
+    figure as pdf, svg or png.
+
+    Args:
+        width: of the figure, in inches; 3.25 is a column of most conferences.
+        font: size of the figure's text, in points.
+        title: above the figure; a paper has a caption in its place.
+        cost: metric of the cost that is drawn, and by which the table goes; default: that of the sweep.
+        families: only arms of these.
+        baselines: whether the lines of baselines are drawn and listed.
+        columns: metrics of further costs and statistics of routers in tex; csv has all.
+
+    Raises:
+        UsageError: for a cost, a family or a column that there is not; it names those known.
+    """
+    part = frontier.part(cost=cost, families=families, baselines=baselines)
     with tempfile.TemporaryDirectory() as temporary:
         for each in formats:
             file = Path(temporary, f"frontier.{each}")
             if each == "csv":
-                frontier.to_dataframe().to_csv(file, index=False)
+                part.to_dataframe().to_csv(file, index=False)
             elif each == "tex":
-                file.write_text(latex(frontier), encoding="utf-8")
+                file.write_text(latex(part, columns), encoding="utf-8")
             else:
-                frontier.save_picture(file)
+                save_column(part.plot(), file, width=width, font=font, title=title)
             storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
 
 

@@ -74,7 +74,7 @@ def test_a_sweep_answers_and_hands_over_its_model(home: Path, call: Call, tmp_pa
 def test_a_bound_that_nothing_keeps(home: Path, call: Call) -> None:
     stopped, printed = call(answer.main, "tiny", "--max-gflops", "1e-9")
     assert stopped == "1"
-    assert "No arm is within 1e-09 GFLOPs" in printed
+    assert "No arm is within 1 FLOP" in printed
     assert "The nearest is " in printed
 
 

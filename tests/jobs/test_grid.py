@@ -84,7 +84,7 @@ def test_operating_points_of_any_models(home: Path, call: Call, tmp_path: Path):
     assert "11 operating points of 3 models" in printed  # soft as trained and with 1, 2, 4, 6 of 8; dense
     assert "gain in hypervolume by operating points, MoE models alone:" in printed
     page = (tmp_path / "page/frontier.html").read_text()
-    assert "Forward GFLOPs per image" in page
+    assert "Forward pass (" in page
     first, *_ = json.loads(page.split('id="data">')[1].split("</script>")[0])
     texts = [text for trace in first["data"] for text in trace.get("hovertext") or ()]
     for name, path in (("soft@10", steps[0]), ("soft@20", steps[1])):

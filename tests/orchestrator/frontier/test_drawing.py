@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
 
-from orchestrator.frontier.drawing import frontier_picture
+from orchestrator.frontier import drawing
+from orchestrator.frontier.drawing import frontier_picture, new_figure, save_column
 from orchestrator.frontier.figure import family_styles
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point
@@ -75,10 +78,48 @@ def test_picture_as_svg_of_all_there_is(tmp_path: Path) -> None:
 def test_the_front_is_a_staircase_over_ticks_with_whole_numbers() -> None:
     axes = frontier_picture(FRONTIER.plot()).axes[0]
     (front,) = [line for line in axes.lines if line.get_label() == "Frontier"]
-    corners = [(2e10, 0.8), (3e10, 0.8), (3e10, 0.9), (9e10, 0.9), (9e10, 0.93), (8e11, 0.93), (8e11, 0.95)]
+    corners = [(20, 0.8), (30, 0.8), (30, 0.9), (90, 0.9), (90, 0.93), (800, 0.93), (800, 0.95)]  # GFLOP
     assert [*zip(*front.get_data(), strict=True)] == corners
-    assert {"20G", "200G", "1T"} <= {tick.get_text() for tick in axes.get_xticklabels()}
+    assert {"20", "200", "1000"} <= {tick.get_text() for tick in axes.get_xticklabels()}
     assert "Dominated" in [text.get_text() for text in axes.figure.legends[0].get_texts()]
+
+
+def column(path: Path, frontier: Frontier, **options: Any) -> ElementTree.Element:
+    save_column(frontier.plot(), path, **{"width": 3.25, "font": 8.0, **options})
+    return ElementTree.parse(path).getroot()
+
+
+def test_a_figure_for_a_column_is_as_wide_as_asked(tmp_path: Path) -> None:
+    for width in (3.25, 6.75):
+        drawn = column(tmp_path / "frontier.svg", FRONTIER, width=width)
+        assert drawn.get("width") == f"{72 * width:g}pt"
+    assert column(tmp_path / "titled.svg", FRONTIER, title="Ours").get("width") == "234pt"
+    assert "<!-- Ours -->" in (tmp_path / "titled.svg").read_text()
+    assert "<!-- routers -->" not in (tmp_path / "frontier.svg").read_text(), "the name of the sweep"
+
+
+def test_a_column_has_text_of_one_size_and_its_legend_above_the_axes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many arms too; and all that is drawn lies within the file."""
+    made: list[Figure] = []
+    monkeypatch.setattr(
+        drawing, "new_figure", lambda *size, **options: made.append(new_figure(*size, **options)) or made[-1]
+    )
+    for frontier in (FRONTIER, many(100), replace(FRONTIER, baselines={"linear": 0.84})):
+        column(tmp_path / "frontier.svg", frontier, font=7.0)
+        (axes,), (legend,) = made[-1].axes, made[-1].legends
+        texts = [
+            *axes.texts,
+            *axes.get_xticklabels(),
+            axes.xaxis.label,
+            axes.yaxis.label,
+            *legend.get_texts(),
+        ]
+        assert {text.get_fontsize() for text in texts} == {7.0}
+        box = legend.get_window_extent()
+        assert box.y0 >= axes.bbox.y1
+        assert (box.x0 >= 0, box.x1 <= made[-1].bbox.x1) == (True, True)
 
 
 def test_names_in_the_picture_do_not_overlap() -> None:

@@ -5,11 +5,13 @@ from dataclasses import replace
 import plotly.graph_objects as go
 import pytest
 
+from orchestrator.costs import FORWARD, PARAMS
 from orchestrator.frontier.drawing import frontier_picture
 from orchestrator.frontier.figure import (
     TIMES,
     UNKNOWN,
     Json,
+    amount,
     axis_title,
     budget_plot,
     cost_text,
@@ -18,12 +20,13 @@ from orchestrator.frontier.figure import (
     key_sizes,
     marker_px,
     number,
+    unit_of,
     web_link,
 )
 from orchestrator.frontier.points import hypervolume_by_budget
 from orchestrator.frontier.published import published
 from orchestrator.sweeps.catalog import make_sweep
-from tests.orchestrator.frontier.samples import EVIL, FLOPS, FRONTIER, LINK, NAN, many, point
+from tests.orchestrator.frontier.samples import EVIL, FLOPS, FRONTIER, LINK, NAN, SECONDS, many, point
 
 QUALITY, TPU_DAYS = "imagenet/acc_10shot", "cost/tpuv3_days"
 WITHOUT = replace(
@@ -64,10 +67,10 @@ def test_each_complete_point_is_drawn_once() -> None:
 def test_lines_of_the_front_and_of_the_families() -> None:
     plot = FRONTIER.plot()
     front = of_role(plot, "frontier", "lines")[""]
-    assert (front["x"], front["line"]["shape"]) == ([2e10, 3e10, 9e10, 8e11], "hv")
-    assert of_role(plot, "dense", "lines")["dense"]["x"] == [2e10, 3e11]
+    assert (front["x"], front["line"]["shape"]) == ([20, 30, 90, 800], "hv")
+    assert of_role(plot, "dense", "lines")["dense"]["x"] == [20, 300]
     soft = of_role(plot, "family", "lines")["soft"]
-    assert (soft["x"], soft["visible"]) == ([3e10, 9e10], "legendonly")
+    assert (soft["x"], soft["visible"]) == ([30, 90], "legendonly")
     alone = replace(FRONTIER, points=FRONTIER.points[:2], retrained=()).plot()
     assert of_role(alone, "dense", "lines") == of_role(alone, "family", "lines") == {}
 
@@ -93,7 +96,7 @@ def test_an_axis_of_likelihoods_has_ticks_in_bits() -> None:
 def test_a_baseline_is_a_labelled_line_that_does_not_count() -> None:
     linear = replace(FRONTIER, baselines={"<linear>": 0.8765})
     trace = of_role(linear.plot(), "baseline", "lines+text")[""]
-    assert (trace["x"], trace["y"]) == ([2e10, 9e11], [0.8765, 0.8765])
+    assert (trace["x"], trace["y"]) == ([20, 900], [0.8765, 0.8765])
     assert (trace["text"][0], trace["line"]["dash"]) == ("&lt;linear&gt;: 0.876", "dot")
     assert (linear.front, linear.hypervolume) == (FRONTIER.front, FRONTIER.hypervolume)
     assert of_role(replace(linear, points=(), retrained=()).plot(), "baseline", "lines+text") == {}
@@ -112,7 +115,7 @@ def test_bars_over_seeds_and_over_quartiles_of_measured_costs() -> None:
     seeds = replace(FRONTIER.points[0], qualities=(0.7, 0.9), spreads={FLOPS: (1e10, 3e10)})
     plot = replace(FRONTIER, points=(seeds, *FRONTIER.points[1:])).plot()
     dense, soft = (of_role(plot, "frontier")[family] for family in ("dense", "soft"))
-    for bars, length in ((dense["error_x"], 1e10), (dense["error_y"], 0.1)):
+    for bars, length in ((dense["error_x"], 10), (dense["error_y"], 0.1)):
         assert (bars["array"], bars["arrayminus"]) == ([pytest.approx(length)], [pytest.approx(length)])
     assert soft["error_x"] == soft["error_y"] == {"visible": False}
     assert cost_text(seeds, FLOPS) == f"2.00{TIMES}10¹⁰ (1.00{TIMES}10¹⁰ - 3.00{TIMES}10¹⁰)"
@@ -196,6 +199,37 @@ def test_numbers() -> None:
         UNKNOWN,
     )
     assert tuple(map(number, values)) == texts
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "title", "shown"),
+    [
+        (FORWARD, (2.5e-4, 0.004, NAN), f"Forward pass (kFLOP, 2 {TIMES} MAC)", (250, 4000)),
+        (FORWARD, (0.25, 4.0), f"Forward pass (MFLOP, 2 {TIMES} MAC)", (250, 4000)),
+        (FORWARD, (1e-9, 1e-30), f"Forward pass (FLOP, 2 {TIMES} MAC)", (1, 1e-21)),
+        (FLOPS, (4.43e10, 1e12), f"Training (GFLOP, 6 {TIMES} MAC)", (44.3, 1000)),
+        (FLOPS, (3e27,), f"Training (YFLOP, 6 {TIMES} MAC)", (3000,)),
+        (FLOPS, (NAN, 0.0), f"Training (FLOP, 6 {TIMES} MAC)", ()),
+        ("cost/train_flops_3mac", (2e18,), f"Training (EFLOP, 3 {TIMES} MAC)", (2,)),
+        (PARAMS, (2.5e5, 8e6), "Parameters (k)", (250, 8000)),
+        (PARAMS, (12.0,), "Parameters", (12,)),
+        (SECONDS, (2e5, 1e-5), "Device time (s)", (2e5, 1e-5)),
+    ],
+)
+def test_values_have_the_unit_that_a_person_reads(
+    metric: str, values: tuple[float, ...], title: str, shown: tuple[float, ...]
+) -> None:
+    """One for a column, by its smallest value; seconds and bytes have theirs by name."""
+    unit = unit_of(metric, values)
+    assert unit.title == title
+    assert tuple(value / unit.size for value in values if value > 0) == pytest.approx(shown)
+
+
+def test_a_single_amount() -> None:
+    assert amount(FORWARD, 2.5e-4) == "250 kFLOP"
+    assert amount("infer/ms", 0.25) == "0.25 ms"
+    assert amount(PARAMS, 3e6) == "3 M"
+    assert amount("val/acc1", 0.5) == "0.5"
 
 
 def test_titles_and_links() -> None:

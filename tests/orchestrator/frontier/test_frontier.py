@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier, gains, operating_costs, operating_front
 from orchestrator.frontier.points import Point
 from tests.orchestrator.frontier.samples import ACC, FLOPS, FRONTIER, NAN, SECONDS, point
@@ -21,7 +22,7 @@ def test_numbers_and_table() -> None:
     seeds = replace(FRONTIER.points[0], qualities=(0.7, 0.9), runs=(("second", None),))
     table = replace(FRONTIER, points=(seeds, *FRONTIER.points[1:])).to_dataframe()
     numbers = [FLOPS, ACC, "standard_error", "images_per_group", "seeds"]
-    assert list(table.columns) == ["arm", "family", "status", *numbers, "run"]
+    assert list(table.columns) == ["arm", "family", "status", *numbers, SECONDS, "run"]
     assert {*table["images_per_group"]} == {1}
     assert dict(zip(table["arm"], table["status"], strict=True)) == {
         "dense-s": "frontier",
@@ -38,6 +39,28 @@ def test_numbers_and_table() -> None:
     first = table.iloc[0]
     assert (first["standard_error"], first["seeds"]) == (pytest.approx(0.1), 2)
     assert first["run"] == "dense-s-0123456789abcdef, second"
+
+
+def test_a_part_has_the_families_and_the_cost_that_are_asked_for() -> None:
+    """What another family dominated may be on the frontier; the table has statistics of routers."""
+    statistics = {"moe/dropped_frac": 0.25}
+    points = [replace(p, statistics=statistics) if p.family == "token_choice" else p for p in FRONTIER.points]
+    whole = replace(FRONTIER, points=tuple(points), baselines={"linear": 0.8})
+    part = whole.part(families=["dense", "token_choice"])
+    assert [point.arm for point in part.front] == ["dense-s", "tc-1", "dense-l"]
+    assert (part.retrained, part.baselines) == ((), whole.baselines)
+    table = part.to_dataframe().set_index("arm")
+    assert table.loc["tc-1", "moe/dropped_frac"] == 0.25
+    assert math.isnan(table.loc["dense-s", "moe/dropped_frac"])
+    timed = whole.part(cost=SECONDS, baselines=False)
+    assert (timed.cost_name, timed["dense-s"].cost, timed.baselines) == (SECONDS, 50, {})
+    assert whole.part(cost=FLOPS) == whole
+    with pytest.raises(
+        UsageError, match=r"routers has no cost 'x'; known: cost/device_s, cost/train_flops_6mac$"
+    ):
+        whole.part(cost="x")
+    with pytest.raises(UsageError, match=r"no family 'sotf'; known: dense, expert_choice, hash, soft, token"):
+        whole.part(families=["soft", "sotf"])
 
 
 def test_shown_in_a_line(tmp_path: Path) -> None:

@@ -62,12 +62,12 @@ def test_head_counts_trials_as_trials_and_arms_as_arms() -> None:
     assert verdict == [
         "Best: ec-2, accuracy @1 0.9500.",
         "Knee, the best trade on the frontier: soft-1, accuracy @1 0.9000, 5.0 points worse for 4% of the"
-        f" cost (Training FLOPs (6 {TIMES} MAC)).",
+        f" cost, Training (FLOP, 6 {TIMES} MAC).",
         "No error is known of these qualities, so no difference is significant: take several seeds.",
     ]
     assert counts.startswith("Trials: 3 finished, 1 failed, 0 diverged, 2 not started &middot; 4 arms on")
     assert "1 retrained &middot; knee soft-1 (one seed, not decided) &middot;" in counts
-    reference = f"(1.00{TIMES}10¹², 0.1)"
+    reference = "(1 TFLOP, 0.1)"
     area = f"hypervolume 1.3749 in (log10 cost, 1 - quality) to the reference {reference}"
     rises = "which rises if an arm is added that costs more than all before: hypervolumes compare only with"
     assert counts.endswith(f"{area}, {rises} the same reference")
@@ -128,7 +128,7 @@ def test_a_plot_for_each_cost_and_one_for_the_budget() -> None:
     found = many(20)
     page = frontier_page(replace(found, note="Branches pay for <themselves>."))
     titles = [plot["layout"]["xaxis"]["title"]["text"] for plot in plots(page)]
-    assert titles == [f"Training FLOPs (6 {TIMES} MAC)", "Device time (s)", "Device hours spent"]
+    assert titles == [f"Training (GFLOP, 6 {TIMES} MAC)", "Device time (s)", "Device hours spent"]
     (budget,) = plots(page)[2]["data"]
     assert (budget["line"]["shape"], len(budget["x"])) == ("hv", 21)
     assert len(plots(frontier_page(FRONTIER))) == 1  # what was spent is unknown
@@ -144,7 +144,7 @@ def test_a_row_has_numbers_texts_and_links() -> None:
     numbers = re.findall('<td class="number" data-key="([^"]*)">([^<]*)<', row)
     assert numbers == [
         ("0.8", "0.8000 ± 0.1000"),
-        ("20000000000.0", f"2.00{TIMES}10¹⁰"),
+        ("20000000000.0", "20"),
         ("50.0", "50"),
         ("1", "1"),
     ]

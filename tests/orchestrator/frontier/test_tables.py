@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point
 from orchestrator.frontier.tables import latex, with_error
@@ -18,6 +19,8 @@ ARM = Point(
     status="finished",
     qualities=(0.53, 0.532),
     runs=(("b", None),),
+    costs={"infer/ms": 0.25},
+    statistics={"moe/dropped_frac": 0.0123},
 )
 
 
@@ -37,7 +40,7 @@ def test_as_many_digits_as_the_error_leaves(value: float, error: float, text: st
 
 
 def test_a_tabular() -> None:
-    other = replace(ARM, arm="dense", family="dense", cost=5e10, quality=0.4, qualities=())
+    other = replace(ARM, arm="dense", family="dense", cost=5e10, quality=0.4, qualities=(), statistics={})
     frontier = Frontier(
         name="s",
         cost_name="cost/train_flops_6mac",
@@ -46,11 +49,44 @@ def test_a_tabular() -> None:
         reference={"cost/train_flops_6mac": 1e12, "val/acc1": 0.1},
     )
     lines = latex(frontier).splitlines()
-    assert lines[1:4] == [
-        r"\begin{tabular}{lrr}",
+    assert lines[1:] == [
+        r"\begin{tabular}{@{}lrr@{}}",
         r"\toprule",
-        r"arm & Validation accuracy @1 (\%) & Training FLOPs (6 $\times$ MAC) \\",
+        r" &  & Training \\",
+        r" & Validation & (GFLOP, \\",
+        r"Arm & accuracy @1 (\%) & 6~$\times$~MAC) \\",
+        r"\midrule",
+        r"\textbf{w16\_soft} & $53.10 \pm 0.10$ & 44.3 \\",
+        r"dense & 40.0 & 50 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
     ]
-    assert lines[5] == r"\textbf{w16\_soft} & $53.10 \pm 0.10$ & $4.43 \cdot 10^{10}$ \\"
-    assert lines[6] == r"dense & 40.0 & $5.00 \cdot 10^{10}$ \\"
-    assert lines[7:] == [r"\bottomrule", r"\end{tabular}"]
+    more = latex(replace(frontier, baselines={"linear": 0.3}), ["infer/ms", "moe/dropped_frac"]).splitlines()
+    assert more[5:] == [
+        r"Arm & accuracy @1 (\%) & 6~$\times$~MAC) & image (ms) & Dropped (\%) \\",
+        r"\midrule",
+        r"\textbf{w16\_soft} & $53.10 \pm 0.10$ & 44.3 & 0.25 & 1.2 \\",
+        r"dense & 40.0 & 50 & 0.25 & -- \\",
+        r"\midrule",
+        r"linear & 30.0 & -- & -- & -- \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    with pytest.raises(
+        UsageError, match=r"no column 'x'; known: cost/train_flops_6mac, infer/ms, moe/dropped"
+    ):
+        latex(frontier, ["x"])
+
+
+def test_bits_have_their_error() -> None:
+    """A likelihood of 1/4 is 2 bits; its error is divided by it and by ln 2, and the digits go by that."""
+    name, qualities = "val/likelihood", (0.249, 0.251)
+    arm = replace(ARM, quality=0.25, quality_name=name, qualities=qualities)
+    reference = {"cost/train_flops_6mac": 1e12, name: 1 / 256}
+    frontier = Frontier(
+        name="s", cost_name="cost/train_flops_6mac", quality_name=name, points=(arm,), reference=reference
+    )
+    text = latex(frontier)
+    assert r"& $2.000 \pm 0.006$ &" in text
+    assert "accuracy" not in text
+    assert r"\%" not in text

@@ -160,10 +160,11 @@ def test_every_number_of_a_point_is_the_mean_of_its_seeds(
     directory = end_sweep(sweep, {"a-seed0": 0.5, "a-seed1": 0.5})
     for seed, number in enumerate((1.0, 3.0)):
         metrics = {"val__acc1": number, "val__loss": number, "cost__train_flops_6mac": number}
-        end(sweep.runs()[f"a-seed{seed}"], 3, **metrics, cost__device_s=number)
+        end(sweep.runs()[f"a-seed{seed}"], 3, **metrics, cost__device_s=number, moe__load_cv=number)
     (point,) = sweep_frontier(directory)[0].points
     numbers = (point.quality, point.cost, point.costs["cost/device_s"], point.details["validation loss"])
     assert numbers == (2, 2, 2, 2)
+    assert point.statistics == {"moe/load_cv": 2}
     loaded = list[str]()
     monkeypatch.setattr("orchestrator.sweeps.build.load_checkpoint", loaded.append)
     for name in ("a-seed1", "a-seed0"):
