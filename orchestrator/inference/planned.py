@@ -23,7 +23,8 @@ from orchestrator.costs import FORWARD, computed
 from orchestrator.inference.measure import GFLOPS_PER_S, ONE_IMAGE, Say, disturbance, run_clock, write_models
 from orchestrator.inference.timing import FEWEST_CALLS, FEWEST_ROUNDS, WARM_UP, times
 
-AT_MOST_S = 120.0  # of timed calls
+AT_MOST_S = 120.0  # of timed calls, for which ten rounds are enough
+TIMING_S = 15.0  # until which disturbed rounds are repeated
 FEWEST_TIMED = 3  # models, from which others are estimated
 
 
@@ -67,7 +68,7 @@ def planned_times(runs: Mapping[str, RunConfig], *, say: Say = lambda line: None
         found = dict[ModelConfig, PlannedTime]()
         if files:
             say(f"timing {len(files)} untrained models in turns: {ONE_IMAGE}")
-            rounds, _ = run_clock({name: known[name] for name in files}, files, ONE_IMAGE, 0.0)
+            rounds, _ = run_clock({name: known[name] for name in files}, files, ONE_IMAGE, TIMING_S)
             if text := disturbance(rounds):
                 say(text)
             for name, each in zip(files, times(rounds), strict=True):

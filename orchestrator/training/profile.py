@@ -7,12 +7,19 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile as torch_profile, record_function
+from torch.utils.hooks import RemovableHandle
 
+from moe.dense import MLP, Attention
+from moe.experts import Experts
+from moe.layer import MoELayer
+from moe.model import Model
+from moe.routing import Router
 from orchestrator import storage
 from orchestrator.data.batch import Batch
 from orchestrator.runs.run_directory import PROFILE
@@ -20,8 +27,11 @@ from orchestrator.training.metrics import device_sync, write_csv
 
 log = logging.getLogger(__name__)
 
+PART = "part: "  # begins the names of `PARTS` in a trace
 TRACE = "profile-trace.json.gz"  # in the run's directory; chrome://tracing and Perfetto open it
 SKIPPED = 5  # first steps, slow because of caches, allocator and compilation
+# Modules of a forward pass, experts with shared ones, and what is left of an MoE layer.
+PARTS = ("attention", "router", "experts", "dispatch_combine", "mlp")
 PHASES = ("data", "forward", "backward", "optimizer", "report", "evaluate", "checkpoint")
 # Events within the phases. Their time is the kernel's on a GPU, else the time of launching and waiting.
 ALL_TO_ALL = ("nccl:all_to_all", "_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor")
@@ -83,8 +93,38 @@ def phase_seconds() -> dict[str, float]:
     return found
 
 
-def profiled(batches: Iterator[Batch], *, steps: int, directory: str) -> Iterator[Batch]:
-    """Yields the same batches; writes a profile of `steps` of them, after the first few, to `directory`."""
+@contextmanager
+def named_parts(model: Model) -> Iterator[None]:
+    """Names the forward passes of a model's modules for the profiler, those that are repeated for a backward
+    pass too.
+    """
+    names = {Attention: "attention", Router: "router", Experts: "experts", MoELayer: "moe", MLP: "mlp"}
+    handles, ranges = list[RemovableHandle](), list[record_function]()
+
+    def enter(name: str, *_: object) -> None:
+        ranges.append(record_function(f"{PART}{name}"))
+        ranges[-1].__enter__()
+
+    def leave(*_: object) -> None:
+        ranges.pop().__exit__(None, None, None)
+
+    for path, module in model.named_modules():
+        for kind, name in (names | ({MLP: "experts"} if path.endswith(".shared") else {})).items():
+            if isinstance(module, kind):
+                handles.append(module.register_forward_pre_hook(partial(enter, name)))
+                handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def profiled(batches: Iterator[Batch], *, model: Model | None, steps: int, directory: str) -> Iterator[Batch]:
+    """Yields the same batches; writes a profile of `steps` of them, after the first few, to `directory`.
+
+    model: whose forward passes are parted; None, if it is compiled.
+    """
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_initialized():
         activities.append(ProfilerActivity.CUDA)
@@ -101,7 +141,8 @@ def profiled(batches: Iterator[Batch], *, steps: int, directory: str) -> Iterato
         log.info("profile of %d steps, ms each: %s; trace in %s", steps, parts, directory)
 
     schedule = torch.profiler.schedule(wait=SKIPPED, warmup=1, active=steps, repeat=1)
-    with torch_profile(activities=activities, schedule=schedule, on_trace_ready=write) as profile:
+    taken = torch_profile(activities=activities, schedule=schedule, on_trace_ready=write)
+    with named_parts(model) if model else nullcontext(), taken as profile:
         while True:
             with phase("data"):
                 batch = next(batches, None)
@@ -113,7 +154,8 @@ def profiled(batches: Iterator[Batch], *, steps: int, directory: str) -> Iterato
 
 def profile_table(profile: torch_profile, steps: int) -> list[tuple[str, float, float]]:
     """Returns (part of a step, its milliseconds, its share of the step). ``other`` is what no phase covers;
-    ``all_to_all`` lies within forward and backward.
+    ``all_to_all`` lies within forward and backward, and `PARTS` lie within forward, those of an evaluation
+    within evaluate.
     """
     events = {event.key: event for event in profile.key_averages()}
     whole = sum(event.cpu_time_total for name, event in events.items() if name.startswith("ProfilerStep"))
@@ -121,5 +163,10 @@ def profile_table(profile: torch_profile, steps: int) -> list[tuple[str, float, 
     spent["other"] = whole - sum(spent.values())
     sent = [events[name] for name in ALL_TO_ALL if name in events]
     spent["all_to_all"] = sum(event.device_time_total or event.cpu_time_total for event in sent)
+    parts = {name: event for name, event in events.items() if name.startswith(PART)}
+    spent |= dict.fromkeys(PARTS, 0.0)
+    for name, event in parts.items():
+        spent[name.removeprefix(PART)] = event.device_time_total or event.cpu_time_total
+    spent["dispatch_combine"] = spent.pop("moe", 0.0) - spent["router"] - spent["experts"]
     spent["step"] = whole
     return [(name, us / steps / 1000, us / whole) for name, us in spent.items()]

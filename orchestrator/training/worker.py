@@ -201,7 +201,12 @@ class Worker:
         last = next(step for step in range(until, run.train.steps + 1) if any(due(run, step)))
         steps = self.samples.training(self._batches(self.training, range(self.done, last)))
         if run.scale.profile_steps and self.first:
-            steps = profiled(steps, steps=run.scale.profile_steps, directory=RunDir.of(run).path)
+            steps = profiled(
+                steps,
+                model=None if run.scale.compile else self.model,
+                steps=run.scale.profile_steps,
+                directory=RunDir.of(run).path,
+            )
         status: Ending = "finished" if until == run.train.steps else "paused"
         self._pauses_at, reason = until if status == "paused" else None, ""
         try:

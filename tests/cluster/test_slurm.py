@@ -15,8 +15,8 @@ import pytest
 from tests.machines import ROOT, Machine, machines
 from tests.parts import system_program
 
-STEPS = 120
-FIELDS = ("train.report_every=5", "checkpoint.every=120", f"train.steps={STEPS}", "train.microbatch=8")
+STEPS = 80
+FIELDS = ("train.report_every=5", "checkpoint.every=80", f"train.steps={STEPS}", "train.microbatch=8")
 NEVER_S = 600
 CONF = """
 ClusterName=frontier

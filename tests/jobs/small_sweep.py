@@ -1,10 +1,10 @@
-"""A sweep of six small arms, for ``--sweep tests/jobs/small_sweep.py:make``."""
+"""A sweep of four small arms, for ``--sweep tests/jobs/small_sweep.py:make``."""
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.sweep import Sweep
 
-ARMS = 6
+ARMS = 4
 
 
 def make() -> Sweep:

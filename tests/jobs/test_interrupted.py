@@ -162,15 +162,17 @@ def start(home: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
-def interrupted(process: subprocess.Popen[str], sent: signal.Signals, after: Path) -> str:
-    """Sends the signal once the file has a report of step 20 or later. Returns what the command said."""
-    return ended(process, after, lambda: process.send_signal(sent), 128 + sent)
+def interrupted(process: subprocess.Popen[str], sent: signal.Signals, after: Path, *, since: int = 0) -> str:
+    """Sends the signal once the file has a report of 20 steps more. Returns what the command said."""
+    return ended(process, after, lambda: process.send_signal(sent), 128 + sent, since=since)
 
 
-def ended(process: subprocess.Popen[str], after: Path, end: Callable[[], object], code: int) -> str:
-    """Calls `end` once the file has a report of step 20 or later. Returns what the command said."""
+def ended(
+    process: subprocess.Popen[str], after: Path, end: Callable[[], object], code: int, *, since: int = 0
+) -> str:
+    """Calls `end` once the file has a report of 20 steps more. Returns what the command said."""
     try:
-        while max(steps_in(after), default=0) < 20:
+        while max(steps_in(after), default=0) < since + 20:
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.1)
         end()
@@ -217,43 +219,75 @@ def test_a_run_saves_and_continues_without_repeating_a_step(sent, workers, tmp_p
     assert steps_in(file) == [*range(10, 401, 10)]
 
 
-def sweep_command(file: Path) -> list[str]:
-    words = ["--confirm", "0", "--measure", "never", "--grace", "90"]
-    return ["jobs/pareto_sweep.py", "--sweep", f"{file}:make", *words]
-
-
 @pytest.mark.smoke
-@pytest.mark.parametrize("by", ["signal", "command"])
-def test_a_sweep_saves_its_running_trials(by, tmp_path):
-    """Two train at the time of the signal, or of `sweeps.py stop`; the others have not begun."""
-    sweep = tmp_path / "sweep.py"
+def test_a_sweep_saves_its_running_trials_however_it_is_stopped(tmp_path):
+    """By `sweeps.py stop`, by a closed terminal, by a signal: two train then, and the third has not begun."""
+    sweep, home = tmp_path / "sweep.py", tmp_path / "home"
     sweep.write_text(SWEEP)
-    command = sweep_command(sweep)
-    home = tmp_path / "home"
-    process, reports = start(home, *command), home / "small/trials/a/metrics.jsonl"
+    words = ["--confirm", "0", "--measure", "never", "--grace", "90"]
+    command = ["jobs/pareto_sweep.py", "--sweep", f"{sweep}:make", *words]
+    reports, saved = home / "small/trials/a/metrics.jsonl", {arm: list[int]() for arm in "abc"}
 
     def stop() -> None:
         """Stops the sweep from another process, and waits for its end."""
         told, _ = (asks := start(home, "jobs/sweeps.py", "stop", "small")).communicate(timeout=300)
         assert (asks.returncode, "small is stopped; the same command continues it" in told) == (0, True), told
 
-    if by == "signal":
-        said = interrupted(process, signal.SIGUSR1, reports)
-    else:
-        said = ended(process, reports, stop, 130)
-    saved = dict(re.findall(r"small/trials/(\w+) is saved at step (\d+)", said))
-    assert {"a"} <= saved.keys() < {"a", "b", "c"}, said
-    assert "Traceback" not in said
-    assert statuses(home) == {"KILLED"}
-    assert directory_state(f"{home}/small") == "stopped"
-    again = start(home, *command)
-    said, _ = again.communicate(timeout=600)
+    def check(said: str | None, state: str) -> int:
+        """Compares the checkpoints with what was said; returns the step of the first trial."""
+        assert statuses(home) == {"KILLED"}
+        assert directory_state(f"{home}/small") == state
+        newest = {arm: newest_step(home / f"small/trials/{arm}/checkpoints") for arm in "abc"}
+        assert newest["a"] > sum(saved["a"][-1:])
+        assert newest["c"] == 0
+        if said is not None:
+            named = dict(re.findall(r"small/trials/(\w+) is saved at step (\d+)", said))
+            assert "a" in named, said
+            assert "Traceback" not in said
+            assert all(newest[arm] == int(step) for arm, step in named.items()), said
+        for arm, step in newest.items():
+            saved[arm] += [step] if step not in (0, *saved[arm]) else []
+        return newest["a"]
+
+    last = check(ended(start(home, *command), reports, stop, 130), "stopped")
+    close_terminal(home, command, reports, since=last)
+    last = check(None, "stopped")
+    last = check(interrupted(start(home, *command), signal.SIGUSR1, reports, since=last), "stopped")
+    said, _ = (again := start(home, *command)).communicate(timeout=600)
     assert again.returncode == 0, said
     for arm in "abc":
         file = home / f"small/trials/{arm}/metrics.jsonl"
-        resumed = [row["resumed"] for row in rows_in(file) if "resumed" in row]
-        assert resumed == ([int(saved[arm])] if arm in saved else [])
-        assert steps_in(file) == [*range(10, 401, 10)]
+        assert [*dict.fromkeys(row["resumed"] for row in rows_in(file) if "resumed" in row)] == saved[arm]
+        assert steps_in(file) == [*range(10, 801, 10)], "no step is repeated"
+
+
+def newest_step(checkpoints: Path) -> int:
+    return max((int(path.name.partition("-")[2]) for path in checkpoints.glob("step-*")), default=0)
+
+
+def close_terminal(home: Path, command: list[str], reports: Path, *, since: int) -> None:
+    """Starts a command in a terminal, and closes it after 20 steps more. That sends SIGHUP to the command,
+    which leads its session, and then takes no output. Ray's processes end with the command, not with the
+    terminal.
+    """
+    env = {"MOE_FRONTIER_HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
+    ours, theirs = pty.openpty()
+    words = ["setsid", "--ctty", sys.executable, *command]
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=os.environ | env, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)  # a read of another thread would keep the terminal open
+    try:
+        while max(steps_in(reports), default=0) < since + 20:
+            assert process.poll() is None
+            with suppress(BlockingIOError):
+                os.read(ours, 1 << 16)
+            time.sleep(0.02)
+        os.close(ours)
+        assert process.wait(300) == 129
+    finally:
+        process.kill()
 
 
 STOP_BUTTON = """
@@ -303,48 +337,13 @@ def test_the_stop_button_of_a_notebook_saves_the_trials_of_a_sweep(tmp_path):
     assert done.stdout.endswith("True\nfinished\n")
 
 
-@pytest.mark.smoke
-def test_a_closed_terminal_saves_the_trials_of_a_sweep(tmp_path):
-    """It sends SIGHUP to the command, which leads its session, and then takes no output. Ray's processes end
-    with the command, not with the terminal.
-    """
-    sweep, home = tmp_path / "sweep.py", tmp_path / "home"
-    sweep.write_text(SWEEP)
-    words = sweep_command(sweep)
-    env = {"MOE_FRONTIER_HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
-    ours, theirs = pty.openpty()
-    command = subprocess.Popen(
-        ["setsid", "--ctty", sys.executable, *words],
-        cwd=ROOT,
-        env=os.environ | env,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    os.set_blocking(ours, False)  # a read of another thread would keep the terminal open
-    try:
-        while max(steps_in(home / "small/trials/a/metrics.jsonl"), default=0) < 20:
-            assert command.poll() is None
-            with suppress(BlockingIOError):
-                os.read(ours, 1 << 16)
-            time.sleep(0.02)
-        os.close(ours)
-        assert command.wait(300) == 129
-    finally:
-        command.kill()
-    assert list(home.glob("small/trials/a/checkpoints/step-*"))
-    assert json.loads((home / "small/sweep.json").read_text())["status"] == "interrupted"
-    assert statuses(home) == {"KILLED"}
-
-
-SWEEP = f"""
+SWEEP = """
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.sweep import Sweep
 
 def make():
-    fields = dict(field.split("=") for field in {FIELDS})
-    arms = {{name: {{"model.mlp_dim": 32 * size}} for size, name in enumerate("abc", 1)}}
-    return Sweep(base=override(RunConfig(), {{"name": "small"}} | fields), arms=arms)
+    fields = {"train.steps": 800, "train.report_every": 10, "checkpoint.every": 800}
+    arms = {name: {"model.mlp_dim": 32 * size} for size, name in enumerate("abc", 1)}
+    return Sweep(base=override(RunConfig(), {"name": "small"} | fields), arms=arms)
 """

@@ -214,7 +214,7 @@ def test_the_tracking_server_is_away_for_some_trials(tmp_path, undisturbed, serv
     until(lambda: complete(home) >= 2, driver, home)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
-    until(lambda: complete(home) >= 5, driver, home)
+    until(lambda: complete(home) >= ARMS - 1, driver, home)
     server()
     assert driver.wait(timeout=900) == 0, (home / "log.txt").read_text()[-3000:]
     assert state(uri) == undisturbed

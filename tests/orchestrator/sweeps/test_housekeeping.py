@@ -338,8 +338,8 @@ def test_a_request_in_the_directory_is_a_notice(root: str, one_store: Tracking) 
     ("root", "seed", "steps"),
     [
         ("local", 1, 50),
-        pytest.param("local", 2, 200, marks=pytest.mark.smoke),
-        pytest.param("s3", 3, 60, marks=pytest.mark.smoke),
+        pytest.param("local", 2, 80, marks=pytest.mark.smoke),
+        pytest.param("s3", 3, 30, marks=pytest.mark.smoke),
     ],
     indirect=["root"],
 )

@@ -10,7 +10,7 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.runs.run_directory import PROFILE
 from orchestrator.training.fit import fit
-from orchestrator.training.profile import PHASES, SKIPPED, TRACE
+from orchestrator.training.profile import PARTS, PHASES, SKIPPED, TRACE
 
 STEPS = 4
 
@@ -20,6 +20,7 @@ def profile(digits, tmp_path_factory):
     """Every fourth step reports and saves: one of the four that are profiled."""
     home = tmp_path_factory.mktemp("home")
     changes = {"name": "run", "storage": str(home), "data.path": digits, "scale.profile_steps": STEPS}
+    changes |= {"model.moe.router.kind": "soft", "model.moe.num_experts": 4}
     changes |= {"train.steps": SKIPPED + STEPS + 4, "train.report_every": 4, "checkpoint.every": 4}
     fit(override(RunConfig(), changes), lambda step, metrics: None)
     rows = csv.DictReader((home / "run" / PROFILE).read_text().splitlines())
@@ -28,11 +29,18 @@ def profile(digits, tmp_path_factory):
 
 def test_the_parts_of_a_step_add_up(profile):
     _, ms = profile
-    assert ms.keys() == {*PHASES, "other", "all_to_all", "step"}
+    assert ms.keys() == {*PHASES, "other", "all_to_all", *PARTS, "step"}
     assert sum(ms[name] for name in (*PHASES, "other")) == pytest.approx(ms["step"], rel=1e-3)
     assert all(ms[name] > 0 for name in ("forward", "backward", "optimizer", "report", "checkpoint"))
     assert 0 <= ms["other"] < ms["step"] / 2
     assert ms["all_to_all"] == 0, "one worker sends nothing"
+
+
+def test_the_parts_of_a_forward_pass_lie_within_it(profile):
+    """Two blocks of attention, one of them with experts and one with an MLP; evaluations have theirs too."""
+    _, ms = profile
+    assert all(ms[name] > 0 for name in PARTS)
+    assert sum(ms[name] for name in PARTS) < ms["forward"] + ms["evaluate"]
 
 
 def test_the_trace_has_just_those_steps(profile):
