@@ -66,7 +66,7 @@ def test_clocks_and_disks():
         bad.check_disks()
 
 
-@pytest.mark.smoke
+@pytest.mark.slow  # of three minutes; the tests above hold what it says
 def test_the_doctor_names_a_machine_that_cannot_be_reached(digits, tmp_path):
     """Hostnames are at 127.0.1.1 in /etc/hosts. The last machine uses a network that it alone has, as of its
     containers.
