@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jobs._cli import OUT_OF_BUDGET, Places, check_out, command
 from jobs._flags import assignment, flag, parse, positive
 from jobs.pack_shards import PackFlags, pack_source
-from jobs.pareto_sweep import SweepFlags, sweep
+from jobs.pareto_sweep import PRICES, SweepFlags, sweep
 from jobs.train import RunFlags
 from orchestrator.errors import UsageError
 from orchestrator.names import run_name
@@ -38,6 +39,7 @@ from orchestrator.names import run_name
 if TYPE_CHECKING:
     from orchestrator.frontier.answer import Answer
     from orchestrator.frontier.points import Point
+    from orchestrator.inference.measure import MeasuredRow
 
 ONNX, READER, MOE = "model.onnx", "read.py", "moe"
 SMALL = 48  # pixels of a side, up to which pictures are scaled to 32
@@ -186,10 +188,26 @@ def answer(flags: AnswerFlags) -> None:
     else:
         print(f"{setting}; {machine()}" if here else "computed costs, which no machine changes")
         print(found)
+        if found.best and (usd := money(here).get(found.best.arm)):
+            arm = found.best.arm
+            print(f"A million images cost {usd:.2g} USD with {arm}, by the CPU-core of {PRICES.name}.")
     if found.best and out:
         write(found.best, directory, out, to=sys.stderr if flags.json else sys.stdout)
     if not found.best:
         sys.exit(1)
+
+
+def money(rows: Iterable[MeasuredRow]) -> dict[str, float]:
+    """Returns for each measured arm the price of a million images, at the median time of its calls, each
+    thread of which takes a core of the price table.
+    """
+    from orchestrator.sweeps.budget import load_prices
+
+    core = load_prices(str(PRICES)).get("CPU-core")
+    per_ms = core.usd_per_hour / 3.6e6 if core else math.nan
+    return {
+        row["arm"]: 1e6 * per_ms * row["threads"] * row["p50"] / row["batch"] for row in rows if per_ms > 0
+    }
 
 
 def as_json(found: Answer, setting: Any, rows: Any) -> dict[str, Any]:
@@ -208,7 +226,10 @@ def as_json(found: Answer, setting: Any, rows: Any) -> dict[str, Any]:
             found.quality_name: point.quality,
             "standard_error": None if math.isnan(point.standard_error) else point.standard_error,
             "costs": {n: [point.costs[n], upper(point, n)] for n in found.bounds if n in point.costs},
+            "usd_per_million_images": usd.get(point.arm),
         }
+
+    usd = money(rows)
 
     return {
         "bounds": dict(found.bounds),

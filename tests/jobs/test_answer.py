@@ -95,6 +95,12 @@ def test_the_best_operating_point_is_handed_over(home: Path, call: Call, tmp_pat
     assert measured.keys() == {"dense", "token", "soft", "token: k=1 capacity=0.5"}
 
 
+def test_the_price_of_a_million_images() -> None:
+    """Two threads of .05 USD an hour, 8 ms for 4 images: 2 ms, so 2,000 s of both for a million."""
+    (usd,) = answer.money([{"arm": "a", "threads": 2, "p50": 8.0, "batch": 4}]).values()
+    assert usd == pytest.approx(2 * 0.05 * 2000 / 3600)
+
+
 def test_a_folder_of_pictures_is_packed_and_trained_on(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
