@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable
 from contextlib import redirect_stdout
@@ -28,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jobs._cli import OUT_OF_BUDGET, Places, check_out, command
+from jobs._cli import OUT_OF_BUDGET, UNSENT, Places, check_out, command
 from jobs._flags import assignment, flag, parse, positive
 from jobs.pack_shards import PackFlags, pack_source
 from jobs.pareto_sweep import PRICES, SweepFlags, sweep
@@ -110,7 +111,7 @@ def main() -> None:
 
 def trained_on(flags: AnswerFlags) -> str:
     """Packs a folder of pictures, unless it holds shards, and trains arms on it; returns the sweep's name. A
-    budget that is used up ends the training, and not the command.
+    budget that is used up ends the training, and not the command; neither does a tracker that is away.
     """
     from orchestrator import storage
     from orchestrator.data.manifest import has_manifest, open_manifest
@@ -119,7 +120,7 @@ def trained_on(flags: AnswerFlags) -> str:
     folder = storage.absolute(flags.sweep).rstrip("/")
     if kind_of(folder):
         raise UsageError(f"{folder} is a run or a sweep: give the sweep's name, without a slash")
-    name = run_name(folder.rpartition("/")[2])
+    name = name_of(folder)
     shards = folder if has_manifest(folder) else flags.places.below("data", name)
     if has_manifest(shards):
         print(f"images   {shards}, as they were packed")
@@ -133,9 +134,18 @@ def trained_on(flags: AnswerFlags) -> str:
         chosen = {"max_ms": flags.bound(), "seeds": SEEDS, "budget_hours": hours}
         sweep(SweepFlags(**chosen, confirm=0, measure="never", run=run))
     except SystemExit as end:
-        if end.code != OUT_OF_BUDGET:
+        if end.code not in (OUT_OF_BUDGET, UNSENT):
             raise
     return name
+
+
+def name_of(folder: str) -> str:
+    """Returns the name of a folder's sweep: that of the folder, of characters that a name may have."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.rpartition("/")[2])
+    try:
+        return run_name(name)
+    except UsageError:  # reserved, or it begins otherwise
+        return run_name(f"images-{name.lstrip('-._')}")
 
 
 def sizes(shards: str, images: int) -> dict[str, int]:

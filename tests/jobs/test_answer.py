@@ -95,6 +95,16 @@ def test_the_best_operating_point_is_handed_over(home: Path, call: Call, tmp_pat
     assert measured.keys() == {"dense", "token", "soft", "token: k=1 capacity=0.5"}
 
 
+def test_a_sweep_is_named_after_its_folder() -> None:
+    names = {
+        "/a/flowers": "flowers",
+        "/a/my pics": "my-pics",
+        "/data": "images-data",
+        "s3://b/.x": "images-x",
+    }
+    assert {folder: answer.name_of(folder) for folder in names} == names
+
+
 def test_the_price_of_a_million_images() -> None:
     """Two threads of .05 USD an hour, 8 ms for 4 images: 2 ms, so 2,000 s of both for a million."""
     (usd,) = answer.money([{"arm": "a", "threads": 2, "p50": 8.0, "batch": 4}]).values()
