@@ -18,9 +18,11 @@ def arms_within(
     training has begun.
 
     Raises:
-        UsageError: if no arm is left.
+        UsageError: if no arm is left, or none can be timed.
     """
     times = planned_times({trial.arm: trial.run for trial in sweep.trials().values()}, say=say)
+    if not times:
+        raise UsageError(f"no model of {sweep.base.name} can be timed: leave out `max_ms`")
     record = SweepDir.of(sweep.base).record()
     begun = record.arms if record else {}
     slow = [arm for arm, each in times.items() if each.least > max_ms and arm not in begun]

@@ -76,3 +76,6 @@ def test_arms_that_are_too_slow_are_left_out(monkeypatch: pytest.MonkeyPatch, tm
     times["w64"] = times["w32"]
     with pytest.raises(UsageError, match=r"no arm takes at most 0.5 ms: the nearest, w16, takes 1 ms"):
         within.arms_within(sweep, 0.5)
+    times.clear()
+    with pytest.raises(UsageError, match="no model of s can be timed: leave out `max_ms`"):
+        within.arms_within(sweep, 0.5)
