@@ -82,7 +82,8 @@ def early(name: str) -> list[str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        word = message.removeprefix("unrecognized arguments: ").split(maxsplit=1)[0].partition("=")[0]
+        _, unknown, words = message.partition("unrecognized arguments: ")
+        word = words.split(maxsplit=1)[0].partition("=")[0] if unknown else ""
         meant = did_you_mean(word, self._option_string_actions, str) if word.startswith("--") else ""
         self.exit(2, f"error: {message}{meant or '; --help shows all flags'}\n")
 

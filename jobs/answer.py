@@ -14,7 +14,7 @@ Times are those of the finished arms on this machine, measured alone and in turn
 the same setting is used again, unless --again. The upper end of a measured cost must keep its bound.
 
 --out gets model.onnx with its preparation and its classes inside, read.py, which answers pictures by it, and
-the folder moe/ with weights and a model card.
+the folder weights/ of this project's own format, with a model card.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from orchestrator.frontier.points import Point
     from orchestrator.inference.measure import MeasuredRow
 
-ONNX, READER, MOE = "model.onnx", "read.py", "moe"
+ONNX, READER, WEIGHTS = "model.onnx", "read.py", "weights"
+PACKED = "packed_from.json"  # beside the shards of a folder: its files and their bytes
 SMALL = 48  # pixels of a side, up to which pictures are scaled to 32
 BATCH, EPOCHS, LEAST_STEPS, MOST_STEPS = 128, 30, 100, 1500  # of the models of a folder
 SEEDS = 2  # the fewest whose error is known
@@ -116,16 +117,23 @@ def trained_on(flags: AnswerFlags) -> str:
     from orchestrator import storage
     from orchestrator.data.manifest import has_manifest, open_manifest
     from orchestrator.runs.run_directory import kind_of
+    from orchestrator.runs.sweep_directory import SweepDir
 
     folder = storage.absolute(flags.sweep).rstrip("/")
     if kind_of(folder):
         raise UsageError(f"{folder} is a run or a sweep: give the sweep's name, without a slash")
     name = name_of(folder)
-    shards = folder if has_manifest(folder) else flags.places.below("data", name)
-    if has_manifest(shards):
+    directory, packed = flags.places.below(name), has_manifest(folder)
+    shards = folder if packed else flags.places.below("data", name)
+    if (record := SweepDir(directory).record()) and record.base["data"]["path"] != shards:
+        raise UsageError(
+            f"the sweep {name} was trained on {record.base['data']['path']}: give its name to ask it, or"
+            f" rename {folder}"
+        )
+    if packed:
         print(f"images   {shards}, as they were packed")
     else:
-        pack_source(PackFlags(source=f"folder:{folder}", out=shards))
+        pack_folder(folder, shards)
     fields = {**sizes(shards, open_manifest(shards).rows("train")), **dict(flags.set)}
     print("settings " + " ".join(f"{field}={value}" for field, value in fields.items()))
     run = RunFlags(name=name, data=shards, set=tuple(fields.items()), places=flags.places)
@@ -137,6 +145,30 @@ def trained_on(flags: AnswerFlags) -> str:
         if end.code not in (OUT_OF_BUDGET, UNSENT):
             raise
     return name
+
+
+def pack_folder(folder: str, shards: str) -> None:
+    """Packs a folder, unless that was done before. Raises UsageError if other pictures, or those of another
+    folder, were packed there.
+    """
+    from orchestrator import storage
+    from orchestrator.data.manifest import has_manifest
+    from orchestrator.runs.run_directory import read_json, write_json
+
+    record = storage.join(shards, PACKED)
+    now = {"folder": folder, "files": storage.files(folder)}
+    if not has_manifest(shards):
+        pack_source(PackFlags(source=f"folder:{folder}", out=shards))
+        write_json(record, now)
+    elif (was := read_json(record)) != now:
+        same = was and was["folder"] == folder
+        what = "other pictures of this folder" if same else was["folder"] if was else "other images"
+        raise UsageError(
+            f"{shards} was packed from {what}: remove it, rename {folder}, or pack that with"
+            " jobs/pack_shards.py and give the shards in its place"
+        )
+    else:
+        print(f"images   {shards}, packed before")
 
 
 def name_of(folder: str) -> str:
@@ -172,6 +204,7 @@ def answer(flags: AnswerFlags) -> None:
     from orchestrator import storage
     from orchestrator.inference.measure import Setting, machine, measure_sweep, measured_rows
     from orchestrator.inference.points import with_inference
+    from orchestrator.runs.sweep_directory import SweepDir
     from orchestrator.sweeps.build import sweep_frontier
     from orchestrator.sweeps.operating import points_in_files
     from orchestrator.sweeps.publish import publish_and_send
@@ -180,6 +213,8 @@ def answer(flags: AnswerFlags) -> None:
     out = storage.absolute(flags.out) if flags.out else None
     if out:
         check_out(out, own=(ONNX,), apart=(directory,))
+    if SweepDir(directory).record() is None and Path(flags.sweep).is_dir():
+        raise UsageError(f"no sweep {flags.sweep}; the folder of that name is ./{flags.sweep}")
     setting = Setting(runtime=flags.runtime, batch=flags.batch, threads=flags.threads)
     frontier, _, _ = sweep_frontier(directory)
     here = [] if flags.again else measured_rows(directory, setting, on=machine())
@@ -249,6 +284,7 @@ def as_json(found: Answer, setting: Any, rows: Any) -> dict[str, Any]:
         "worse": found.others,
         "nearest": of(found.nearest),
         "looser": of(found.looser),
+        "better": of(found.better),
         "tighter": of(found.tighter),
         "significant_from": found.errors.significant(found.best, found.best)
         if found.best and found.errors.known
@@ -277,7 +313,7 @@ def write(point: Point, directory: str, out: str, *, to: Any) -> None:
     model = read_model(own.trial(sweep.trials[point.typical_run]).checkpoints).at_point(point_of(point))
     Path(out).mkdir(parents=True, exist_ok=True)
     write_onnx(model.load(), f"{out}/{ONNX}", model.signature)
-    write_moe(model, f"{out}/{MOE}", trained=OPERATING_POINT not in point.settings)
+    write_moe(model, f"{out}/{WEIGHTS}", trained=OPERATING_POINT not in point.settings)
     text = files("orchestrator.inference").joinpath("reader.py").read_bytes()
     Path(out, READER).write_bytes(text)
     print(f"model    {out}: python {out}/{READER} PICTURE ..    {point.typical_run}", file=to)

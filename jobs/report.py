@@ -136,24 +136,31 @@ def report(flags: ReportFlags) -> None:
             print(f"a command trains in {directory}: it keeps MLflow up to date")
         else:
             print(missing or f"MLflow at {redact_uri(flags.places.uri())} has all of {directory}")
-    files = draw(flags, frontier, out) if flags.out or missing is None else FILES
+    files, frontier = draw(flags, frontier, out) if flags.out or missing is None else (FILES, frontier)
     print_frontier(frontier)
     if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):
         print(f"{left_out} finished arms are not judged: quality or cost unknown, or a cost not above 0")
-    print(f"{out}/{{{','.join(files)}}}: {len(frontier.points)} points of {frontier.name}")
+    print_files(out, files, frontier)
     if missing:
         sys.exit(UNSENT)
 
 
-def draw(flags: ReportFlags, frontier: Frontier, out: str) -> Sequence[str]:
-    """Writes page and pictures, or the files of --format in their place; returns their names."""
+def print_files(out: str, files: Sequence[str], frontier: Frontier) -> None:
+    names = files[0] if len(files) == 1 else f"{{{','.join(files)}}}"
+    print(f"{out}/{names}: {len(frontier.points)} points of {frontier.name}")
+
+
+def draw(flags: ReportFlags, frontier: Frontier, out: str) -> tuple[Sequence[str], Frontier]:
+    """Writes page and pictures, or the files of --format in their place; returns their names, and what they
+    show.
+    """
     from orchestrator.sweeps.publish import FILES, write_files, write_formats
 
     if flags.format:
-        write_formats(frontier, out, flags.format, **flags.paper.given())
-        return [f"frontier.{each}" for each in flags.format]
+        part = write_formats(frontier, out, flags.format, **flags.paper.given())
+        return [f"frontier.{each}" for each in flags.format], part
     write_files(frontier, out)
-    return FILES
+    return FILES, frontier
 
 
 def serve(flags: ReportFlags) -> None:
@@ -198,9 +205,9 @@ def report_published(flags: ReportFlags, name: str) -> None:
     out = storage.absolute(flags.out) if flags.out else flags.places.below("reports", name)
     if flags.out:
         check_out(out, own=[*FILES, *(f"frontier.{each}" for each in FORMATS)])
-    files = draw(flags, frontier, out)
+    files, frontier = draw(flags, frontier, out)
     print_frontier(frontier)
-    print(f"{out}/{{{','.join(files)}}}: {len(frontier.points)} points of {frontier.name}")
+    print_files(out, files, frontier)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,8 @@ def write_onnx(model: Model, out: str, signature: Signature) -> float:
         verbose=False,
     )
     assert graph
+    for node in graph.model.graph:
+        node.metadata_props.clear()  # stacks of calls, with paths of this machine
     graph.model.metadata_props[SIGNATURE] = signature.to_json()
     _write(out, graph.save)
     session = runtime.InferenceSession(out, providers=["CPUExecutionProvider"])

@@ -106,6 +106,7 @@ class Answer:
         others: the number of points within them that are significantly worse, or worse by an unknown error.
         nearest: where no point keeps the bounds, the one that exceeds them least.
         looser: the cheapest point, by the first bound, of a higher quality than the best; None: no such one.
+        better: the cheapest point of a significantly higher quality, if that is another one.
         tighter: the best of the points that are cheaper than all of `best` and `tied`.
         errors: of the qualities.
     """
@@ -117,6 +118,7 @@ class Answer:
     others: int = 0
     nearest: Point | None = None
     looser: Point | None = None
+    better: Point | None = None
     tighter: Point | None = None
     errors: Errors
     unknown: tuple[str, ...] = ()
@@ -140,7 +142,7 @@ class Answer:
             return [
                 f"No arm is within {said}.",
                 f"The nearest is {self._named(self.nearest)}. What would have to change: a bound of"
-                f" {self._costs(self.nearest, upper)}; or a smaller model, fewer layers, smaller images.",
+                f" {self._costs(self.nearest, _up)}; or a smaller model, fewer layers, smaller images.",
             ]
         lines = [f"Best within {said}: {self._named(self.best)}."]
         if self.tied:
@@ -150,19 +152,23 @@ class Answer:
                 lines.append(f"The cheapest of these is {cheapest.arm}.")
         elif self.others:
             how = "significantly worse" if self.errors.known else "worse, by an unknown error"
-            lines.append(f"Within the bound, {self.others} other arms are {how}.")
+            which = "1 other arm is" if self.others == 1 else f"{self.others} other arms are"
+            lines.append(f"Within the bound, {which} {how}.")
         else:
             lines.append("No other arm is within the bound.")
         if self.looser is not None:
             gain = self.looser.quality - self.best.quality
             significant = self.errors.known and gain > self.errors.significant(self.looser, self.best)
-            bound = amount(first, self._upper(self.looser))
             doubt = "" if significant else "; the difference is not significant"
+            bound = amount(first, _up(self.looser, first))
             lines.append(f"A looser bound, {bound}, admits {self._named(self.looser)}{doubt}.")
+            if self.better is not None:
+                bound = amount(first, _up(self.better, first))
+                lines.append(f"Significantly better, with {bound}, is {self._named(self.better)}.")
         else:
             lines.append("No looser bound admits a better arm of this sweep.")
         if self.tighter is not None:
-            bound = amount(first, self._upper(self.tighter))
+            bound = amount(first, _up(self.tighter, first))
             lines.append(f"A tighter bound, {bound}, still admits {self._named(self.tighter)}.")
         lines.append(self.errors.least(self.best, self.quality_name))
         for point in (self.best, *self.tied):
@@ -243,6 +249,13 @@ def upper(point: Point, cost_name: str) -> float:
     return quartiles(replace(point, cost=point.costs[cost_name]), cost_name)[1]
 
 
+def _up(point: Point, cost_name: str) -> float:
+    """Returns the least bound in the digits of `number` that admits a point."""
+    most = upper(point, cost_name)
+    digit = 10.0 ** (math.floor(math.log10(most)) - 3)
+    return math.ceil(most / digit * (1 - 1e-12)) * digit
+
+
 def _with_end(point: Point, cost_name: str) -> str:
     cost, high = point.costs[cost_name], upper(point, cost_name)
     unit = unit_of(cost_name, [cost])
@@ -291,6 +304,9 @@ def answer(points: Sequence[Point], bounds: Mapping[str, float], *, quality_name
         and point.quality > best.quality
         and all(upper(point, name) <= most for name, most in others.items())
     ]
+    dearer.sort(key=lambda point: upper(point, first))
+    above = (p for p in dearer if errors.known and p.quality - best.quality > errors.significant(p, best))
+    looser, better = next(iter(dearer), None), next(above, None)
     least = min(upper(point, first) for point in (best, *tied))
     cheaper = [point for point in rest if upper(point, first) < least]
     return Answer(
@@ -299,7 +315,8 @@ def answer(points: Sequence[Point], bounds: Mapping[str, float], *, quality_name
         best=best,
         tied=tied,
         others=len(rest) - len(tied),
-        looser=min(dearer, key=lambda point: upper(point, first), default=None),
+        looser=looser,
+        better=None if better is looser else better,
         tighter=max(cheaper, key=lambda point: point.quality, default=None),
         errors=errors,
         unknown=unknown,

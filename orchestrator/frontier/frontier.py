@@ -156,9 +156,13 @@ class Frontier:
         """Returns whether no point of the front, which is not empty, is above the quality of a baseline."""
         return bool(self.front) and all(point.quality <= quality for point in self.front)
 
+    def baseline_error(self, quality: float) -> float:
+        """Returns the standard error of a baseline's quality by the images; 0 if they are not counted."""
+        return image_error(quality, max((point.images for point in self.points), default=0))
+
     def baseline_text(self, quality: float) -> str:
-        """Returns the quality of a baseline, with its standard error if it is of images that are counted."""
-        error = image_error(quality, max((point.images for point in self.points), default=0))
+        """Returns the quality of a baseline, with its standard error if that is known."""
+        error = self.baseline_error(quality)
         return f"{quality:.4f} \N{PLUS-MINUS SIGN} {error:.4f}" if error else f"{quality:.4f}"
 
     def statuses(self) -> tuple[str, ...]:
@@ -208,7 +212,9 @@ class Frontier:
             group: tuple(point for point in getattr(found, group) if not families or point.family in families)
             for group in ("points", "retrained", "operating", "papers")
         }
-        return replace(found, **groups, baselines=self.baselines if baselines else {})
+        arms = {point.arm for point in groups["points"]}
+        trials = tuple(trial for trial in self.trials if not families or trial[0] in arms)
+        return replace(found, **groups, trials=trials, baselines=self.baselines if baselines else {})
 
     def within(self, cost_name: str, at_most: float) -> "Frontier":
         """The same frontier of the points alone that keep a bound of one of their costs, a measured one by

@@ -85,7 +85,8 @@ def frontier_page(frontier: Frontier) -> str:
 def _bounds(frontier: Frontier) -> dict[str, figure.Unit]:
     """The costs that all finished points have, what a model takes to use first, and how they are shown."""
     points = [point for point in frontier.points if is_complete(point)]
-    shared = [n for n in known_costs() if points and all(upper(p, n) < math.inf for p in points)]
+    names = [name for name, cost in known_costs().items() if cost.drawn or name == frontier.cost_name]
+    shared = [name for name in names if points and all(upper(p, name) < math.inf for p in points)]
     shared.sort(key=lambda name: not name.startswith("infer/"))
     return {name: figure.unit_of(name, [upper(p, name) for p in points]) for name in shared}
 

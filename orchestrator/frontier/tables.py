@@ -51,11 +51,15 @@ def latex(frontier: Frontier, columns: Sequence[str] = ()) -> str:
     titles = [textwrap.wrap(title, _WIDEST)[::-1] for title in whole]
     head = [*zip_longest(*titles, fillvalue="")][::-1]  # a short title stands below
     baselines = [
-        [_escaped(name), _quality(frontier.quality_name, quality, math.nan), *["--"] * (len(table) - 2)]
+        [
+            _escaped(name),
+            _quality(frontier.quality_name, quality, frontier.baseline_error(quality) or math.nan),
+            *["--"] * (len(table) - 2),
+        ]
         for name, quality in frontier.baselines.items()
     ]
     lines = [
-        f"% {_escaped(frontier.subtitle)}",
+        f"% {_escaped(frontier.subtitle)} Bold: on the frontier.",
         rf"\begin{{tabular}}{{@{{}}l{'r' * (len(table) - 1)}@{{}}}}",
         r"\toprule",
         *(_row(map(_escaped, each)) for each in head),

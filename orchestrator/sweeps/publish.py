@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 PAGE, PNG, SVG = "frontier.html", "frontier.png", "frontier.svg"
 FILES = (PAGE, PNG, SVG)
+NARROWEST = 1.5  # inches of a figure
 _PLACES = {
     FAST: "the cheapest of the frontier",
     KNEE: "the knee of the frontier",
@@ -64,12 +65,12 @@ def write_formats(
     families: Collection[str] = (),
     baselines: bool = True,
     columns: Sequence[str] = (),
-) -> None:
+) -> Frontier:
     """Writes ``frontier.FORMAT`` for each below a local folder or a URI: a table for a paper as csv or tex, a
-    figure as pdf, svg or png.
+    figure as pdf, svg or png. Returns what they show.
 
     Args:
-        width: of the figure, in inches; 3.25 is a column of most conferences.
+        width: of the figure, in inches, at least 1.5; 3.25 is a column of most conferences.
         font: size of the figure's text, in points.
         title: above the figure; a paper has a caption in its place.
         cost: metric of the cost that is drawn, and by which the table goes; default: that of the sweep.
@@ -78,8 +79,11 @@ def write_formats(
         columns: metrics of further costs and statistics of routers in tex; csv has all.
 
     Raises:
-        UsageError: for a cost, a family or a column that there is not; it names those known.
+        UsageError: for a cost, a family or a column that there is not, of which it names those known, and for
+            a figure that is too narrow.
     """
+    if width < NARROWEST:
+        raise UsageError(f"`width` {width:g} has no room for a figure: give at least {NARROWEST:g} inches")
     part = frontier.part(cost=cost, families=families, baselines=baselines)
     with tempfile.TemporaryDirectory() as temporary:
         for each in formats:
@@ -91,6 +95,7 @@ def write_formats(
             else:
                 save_column(part.plot(), file, width=width, font=font, title=title)
             storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
+    return part
 
 
 def publish(directory: str) -> Frontier:

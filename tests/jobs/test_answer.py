@@ -66,7 +66,7 @@ def test_a_sweep_answers_and_hands_over_its_model(home: Path, call: Call, tmp_pa
         check=True,
     )
     _, name, share = done.stdout.split()
-    assert name in (load_signature(out / "moe").classes or ())
+    assert name in (load_signature(out / "weights").classes or ())
     assert 0 < float(share) <= 1
 
 
@@ -89,7 +89,7 @@ def test_the_best_operating_point_is_handed_over(home: Path, call: Call, tmp_pat
     stopped, printed = call(answer.main, "tiny", "--max-ms", "1000", "--out", str(out))
     assert stopped == ""
     assert "token: k=1 capacity=0.5 is an operating point" in printed
-    (router,) = {json.loads((out / "moe/config.json").read_text())["model"]["moe"]["router"]["kind"]}
+    (router,) = {json.loads((out / "weights/config.json").read_text())["model"]["moe"]["router"]["kind"]}
     assert router == "token_choice"
     measured = {row["arm"]: row for row in measured_rows(directory, ONE_IMAGE)}
     assert measured.keys() == {"dense", "token", "soft", "token: k=1 capacity=0.5"}
@@ -133,6 +133,16 @@ def test_a_folder_of_pictures_is_packed_and_trained_on(
     assert (base.name, base.data.batch_size, base.train.steps) == ("arrows", 32, 7)
     assert (base.model.image_side(), base.model.tokens(), base.model.num_outputs()) == (32, 64, 2)
     assert "settings model.image_size=32 model.patch_size=4 data.batch_size=32 train.steps=7" in printed
+    _, printed = call(answer.main, *args)
+    assert f"images   {base.data.path}, packed before" in printed
+    Image.fromarray(pixels).save(tmp_path / "arrows" / "left" / "new.png")  # pyright: ignore
+    stopped, _ = call(answer.main, *args)
+    assert f"{base.data.path} was packed from other pictures of this folder: remove it" in stopped
+    (tmp_path / "other").mkdir()
+    (tmp_path / "arrows").rename(tmp_path / "other/arrows")
+    stopped, _ = call(answer.main, f"{tmp_path}/other/arrows", "--max-ms", "5")
+    assert f"{base.data.path} was packed from {tmp_path}/arrows: remove it" in stopped
+    made.pop()
     _, printed = call(answer.main, base.data.path, "--max-gflops", "1", "--budget-hours", "1")
     assert f"images   {base.data.path}, as they were packed" in printed
     assert made[1][1].base.data.path == base.data.path

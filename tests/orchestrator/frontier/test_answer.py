@@ -61,7 +61,7 @@ def test_the_upper_end_of_a_cost_keeps_the_bound() -> None:
     assert "Best within 2.5 ms (95th percentile of a call): middle, accuracy @1 0.7000" in words
     assert "A looser bound, 4 ms, admits large" in words
     assert "is not significant" not in words
-    assert "Within the bound, 1 other arms are significantly worse." in words
+    assert "Within the bound, 1 other arm is significantly worse." in words
     assert "A tighter bound, 1 ms, still admits small" in words
 
 
@@ -95,7 +95,7 @@ def test_errors_by_hand() -> None:
     assert alone.critical == pytest.approx(1.960, abs=1e-3), "5 % shared by two others"
     assert not alone.known
     words = "\n".join(asked([arm("a", 1.0, 0.6), arm("b", 1.0, 0.7)], ms=2.0).lines())
-    assert "1 other arms are worse, by an unknown error." in words
+    assert "1 other arm is worse, by an unknown error." in words
     assert "no difference is significant: take several seeds" in words
 
 
@@ -143,6 +143,19 @@ def test_a_frontier_says_what_was_not_measured() -> None:
     with pytest.raises(UsageError, match="must be above 0"):
         whole.answer(max_ms=-1)
     assert names(whole.within(MS_P95, 2.4).points) == ["small"], "the upper end counts"
+
+
+def test_printed_bounds_admit_what_they_name() -> None:
+    """They are rounded up; of two looser bounds the second buys a significant difference."""
+    points = (*SURE[:1], arm("near", 2.00004, 0.601, 0.611, 0.591), arm("far", 3.00004, 0.8, 0.81, 0.79))
+    found = asked(points, ms=1.5)
+    assert (found.looser, found.better) == (points[1], points[2])
+    words = found.lines()
+    assert any(line.startswith("A looser bound, 2.001 ms, admits near, ") for line in words)
+    assert any(line.startswith("Significantly better, with 3.001 ms, is far, ") for line in words)
+    (line,) = (line for line in asked(points, ms=0.5).lines() if "What would have to change" in line)
+    assert "a bound of 1 ms" in line
+    assert asked(points, ms=2.001).best == points[1]
 
 
 def test_operating_points_are_candidates_if_a_file_holds_them() -> None:
