@@ -228,9 +228,10 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]
 
     assert RunConfig.plugins == ()  # all families are there
     monkeypatch.setattr(plugins, "_texts", {})
-    for family in plugins._families():
-        kinds = {kind: cls for kind, cls in family.kinds.items() if not cls.__module__.startswith("tests.")}
-        monkeypatch.setattr(family, "kinds", kinds)
+    known = [(family, family.kinds) for family in plugins._families()]
+    for family, kinds in known:
+        ours = {kind: cls for kind, cls in kinds.items() if not cls.__module__.startswith("tests.")}
+        monkeypatch.setattr(family, "kinds", ours)
 
     def forget() -> None:
         plugins._texts.clear()
@@ -238,6 +239,11 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]
             plugins._forget(name)
 
     yield forget
+    # A module of the project that was imported meanwhile is not imported again.
+    roots = ("moe", "orchestrator", "papers", "wings")
+    for family, kinds in known:
+        found = family.kinds.items()
+        kinds.update({kind: cls for kind, cls in found if cls.__module__.split(".")[0] in roots})
     forget()
 
 
