@@ -124,11 +124,15 @@ def trained_on(flags: AnswerFlags) -> str:
         raise UsageError(f"{folder} is a run or a sweep: give the sweep's name, without a slash")
     name = name_of(folder)
     directory, packed = flags.places.below(name), has_manifest(folder)
+    if flags.out:
+        check_out(storage.absolute(flags.out), own=(ONNX,), apart=(directory, folder))
     shards = folder if packed else flags.places.below("data", name)
-    if (record := SweepDir(directory).record()) and record.base["data"]["path"] != shards:
+    record = SweepDir(directory).record()
+    was = record.base["data"]["path"] if record else shards
+    # The storage may have been moved: whether the images are the same, the sweep compares.
+    if was.rpartition("/")[2] != shards.rpartition("/")[2]:
         raise UsageError(
-            f"the sweep {name} was trained on {record.base['data']['path']}: give its name to ask it, or"
-            f" rename {folder}"
+            f"the sweep {name} was trained on {was}: give its name to ask it, or rename {folder}"
         )
     if packed:
         print(f"images   {shards}, as they were packed")

@@ -142,6 +142,8 @@ def test_a_folder_of_pictures_is_packed_and_trained_on(
     (tmp_path / "arrows").rename(tmp_path / "other/arrows")
     stopped, _ = call(answer.main, f"{tmp_path}/other/arrows", "--max-ms", "5")
     assert f"{base.data.path} was packed from {tmp_path}/arrows: remove it" in stopped
+    stopped, _ = call(answer.main, *args, "--out", f"{tmp_path}/other/arrows")
+    assert stopped.startswith("error: --out "), "before anything is trained"
     made.pop()
     _, printed = call(answer.main, base.data.path, "--max-gflops", "1", "--budget-hours", "1")
     assert f"images   {base.data.path}, as they were packed" in printed
