@@ -279,7 +279,7 @@ def test_facts_of_a_sweep_are_on_its_page(tmp_path: Path) -> None:
     assert tuned in SweepDir(directory).summary()["note"]
     assert first.note == tuned
     assert (first.baselines, first.data) == ({"linear": 0.7}, "367 images of digits (val split)")
-    assert "linear <b>0.7000</b>" in (tmp_path / "one/frontier.html").read_text()
+    assert "linear <b>0.7000 ± 0.0238</b>" in (tmp_path / "one/frontier.html").read_text()
 
 
 def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
