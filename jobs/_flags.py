@@ -48,6 +48,13 @@ def flag(
 
 
 PLUGIN = flag((), "file of your own that defines routers, models or optimisers (repeatable)", metavar="FILE")
+FIELDS = flag(
+    (),
+    "any field of train.py, e.g. train.microbatch=8 (repeatable)",
+    metavar="FIELD=VALUE",
+    read=lambda text: assignment(text),
+    nargs="+",
+)
 GRACE = flag(
     None,
     "seconds from a signal to the forced end, in which training saves; default: 25, of a submitted job half a"

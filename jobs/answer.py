@@ -7,8 +7,8 @@
   python jobs/answer.py ./flowers --max-ms 5 --out best
 
 A folder of pictures, with a folder for each class, is packed first, and the arms of the sweep quickstart that
-can keep the bound are trained on it; a folder of packed shards is taken as it is. The sweep has the folder's
-name, and the same command goes on where it was interrupted.
+can keep the bound are trained on it, with the fields of --set; a folder of packed shards is taken as it is.
+The sweep has the folder's name, and the same command goes on where it was interrupted.
 
 Times are those of the finished arms on this machine, measured alone and in turns; what was measured here at
 the same setting is used again, unless --again. The upper end of a measured cost must keep its bound.
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import OUT_OF_BUDGET, UNSENT, Places, check_out, command
-from jobs._flags import assignment, flag, parse, positive
+from jobs._flags import FIELDS, flag, parse, positive
 from jobs.pack_shards import PackFlags, pack_source
 from jobs.pareto_sweep import PRICES, SweepFlags, sweep
 from jobs.train import RunFlags
@@ -73,13 +73,7 @@ class AnswerFlags:
     threads: int = flag(1, "threads of a call", least=1)
     runtime: Literal["onnx", "torch"] = flag("onnx", "what runs the model: onnxruntime, or torch as it is")
     again: bool = flag(False, "measure again, also what was measured on this machine before")
-    set: tuple[tuple[str, Any], ...] = flag(
-        (),
-        "of a folder: any field of training, e.g. model.image_size=96 (repeatable)",
-        metavar="FIELD=VALUE",
-        read=assignment,
-        nargs="+",
-    )
+    set: tuple[tuple[str, Any], ...] = FIELDS
     budget_hours: float | None = flag(
         None, "of a folder: device-hours of training; trials that do not fit are not started", read=positive
     )
@@ -141,9 +135,9 @@ def trained_on(flags: AnswerFlags) -> str:
     fields = {**sizes(shards, open_manifest(shards).rows("train")), **dict(flags.set)}
     print("settings " + " ".join(f"{field}={value}" for field, value in fields.items()))
     run = RunFlags(name=name, data=shards, set=tuple(fields.items()), places=flags.places)
-    hours = flags.budget_hours
+    seeds = max(SEEDS, len(record.seeds) if record else 0)
     try:
-        chosen = {"max_ms": flags.bound(), "seeds": SEEDS, "budget_hours": hours}
+        chosen = {"max_ms": flags.bound(), "seeds": seeds, "budget_hours": flags.budget_hours}
         sweep(SweepFlags(**chosen, confirm=0, measure="never", run=run))
     except SystemExit as end:
         if end.code not in (OUT_OF_BUDGET, UNSENT):
@@ -316,11 +310,12 @@ def write(point: Point, directory: str, out: str, *, to: Any) -> None:
     assert sweep
     model = read_model(own.trial(sweep.trials[point.typical_run]).checkpoints).at_point(point_of(point))
     Path(out).mkdir(parents=True, exist_ok=True)
-    write_onnx(model.load(), f"{out}/{ONNX}", model.signature)
+    off = write_onnx(model.load(), f"{out}/{ONNX}", model.signature)
     write_moe(model, f"{out}/{WEIGHTS}", trained=OPERATING_POINT not in point.settings)
     text = files("orchestrator.inference").joinpath("reader.py").read_bytes()
     Path(out, READER).write_bytes(text)
     print(f"model    {out}: python {out}/{READER} PICTURE ..    {point.typical_run}", file=to)
+    print(f"         largest difference {off:.1e} of the largest output, on random images", file=to)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jobs._cli import command, connect
-from jobs._flags import PLUGIN, assignment, flag, parse
+from jobs._flags import FIELDS, PLUGIN, flag, parse
 from jobs.pareto_sweep import SweepFlags
 from jobs.train import preset
 from moe.guests import offered
@@ -50,13 +50,6 @@ ok: parameters and GFLOP within 1 % of the paper, exaFLOP within 2.5 %; paramete
 half of the printed figure's last digit. Exit code 1 if a row is out. Models without a row
 have ImageNet's 1000 classes. active: parameters that a token meets (Soft MoE: all)."""
 
-FIELDS = flag(
-    (),
-    "any field of train.py, e.g. train.microbatch=8 (repeatable)",
-    metavar="FIELD=VALUE",
-    read=assignment,
-    nargs="+",
-)
 MEMORY = flag(80.0, "memory of a device", metavar="GIB")
 
 

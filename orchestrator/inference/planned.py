@@ -7,7 +7,7 @@ or time within two minutes is estimated from its FLOPs, on a line through those 
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from tempfile import TemporaryDirectory
 
@@ -49,21 +49,22 @@ class PlannedTime:
 
 
 def planned_times(runs: Mapping[str, RunConfig], *, say: Say = lambda line: None) -> dict[str, PlannedTime]:
-    """Returns the planned time of each run, by the names of `runs`. Each architecture is timed once. Those
-    without a time are left out: models that read no images or cannot be written as ONNX, of which `say` is
-    told, and those that too few timed models are there to estimate.
+    """Returns the planned time of each run, by the names of `runs`. Runs of equal models are timed once.
+
+    Three kinds of runs have no time: models that read no images, models that cannot be written as ONNX, which
+    `say` names, and large models if fewer than three others were timed.
 
     Raises:
         UsageError: if a package is missing.
     """
-    models = dict[ModelConfig, RunConfig]()
+    models, names = dict[ModelConfig, RunConfig](), dict[ModelConfig, str]()
     for name, run in runs.items():
         if run.model.image_side():
-            models.setdefault(run.model, replace(run, name=name))
+            models[run.model], names[run.model] = run, name
     gflops = {model: computed(run, 1)[FORWARD] for model, run in models.items()}
     small = _that_fit(models, gflops)
     with TemporaryDirectory(prefix="moe-frontier-") as folder:
-        known = {run.name: _untrained(run, f"{folder}/{number}") for number, run in enumerate(small.values())}
+        known = {names[m]: _untrained(run, f"{folder}/{n}") for n, (m, run) in enumerate(small.items())}
         files, _ = write_models(known, "onnx", folder, say) if known else ({}, {})
         found = dict[ModelConfig, PlannedTime]()
         if files:
@@ -95,7 +96,7 @@ def _that_fit(
 def _untrained(run: RunConfig, path: str) -> ModelRef:
     out = f"{path}.safetensors"
     write_export(out, run.model.build(seed=0).state_dict(), run, more={"step": "0"})
-    return replace(read_model(out), name=run.name)
+    return read_model(out)
 
 
 def _estimates(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from orchestrator.errors import UsageError
-from orchestrator.inference.measure import ONE_IMAGE, Say
+from orchestrator.inference.measure import ONE_IMAGE, Say, machine
 from orchestrator.inference.planned import PlannedTime, planned_times
 from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps.sweep import Sweep
@@ -34,5 +34,5 @@ def arms_within(
         )
     if slow:
         named = ", ".join(f"{arm} ({times[arm].ms:.3g} ms)" for arm in slow)
-        say(f"left out, because the median call takes more than {max_ms:g} ms: {named}")
+        say(f"left out, because the median call takes more than {max_ms:g} ms on {machine()}: {named}")
     return replace(sweep, arms={arm: each for arm, each in sweep.arms.items() if arm not in slow}), times

@@ -114,7 +114,7 @@ def test_the_price_of_a_million_images() -> None:
 def test_a_folder_of_pictures_is_packed_and_trained_on(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What trains is replaced by what reads its flags: they make arms of the pictures' classes and sizes."""
+    """The sweep is not trained here: the test reads its flags, and the arms that they make."""
     rng = np.random.default_rng(0)
     for name in ("left", "right"):
         (tmp_path / "arrows" / name).mkdir(parents=True)

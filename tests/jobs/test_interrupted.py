@@ -221,7 +221,9 @@ def test_a_run_saves_and_continues_without_repeating_a_step(sent, workers, tmp_p
 
 @pytest.mark.smoke
 def test_a_sweep_saves_its_running_trials_however_it_is_stopped(tmp_path):
-    """By `sweeps.py stop`, by a closed terminal, by a signal: two train then, and the third has not begun."""
+    """One sweep is stopped by `sweeps.py stop`, by closing the terminal, and by a signal. Two trials train
+    each time, and the third has not begun.
+    """
     sweep, home = tmp_path / "sweep.py", tmp_path / "home"
     sweep.write_text(SWEEP)
     words = ["--confirm", "0", "--measure", "never", "--grace", "90"]

@@ -101,7 +101,7 @@ def test_a_figure_for_a_column_is_as_wide_as_asked(tmp_path: Path) -> None:
 def test_a_column_has_text_of_one_size_and_its_legend_above_the_axes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of many arms too; and all that is drawn lies within the file."""
+    """With many arms as well. Nothing that is drawn is cut off."""
     made: list[Figure] = []
     monkeypatch.setattr(
         drawing, "new_figure", lambda *size, **options: made.append(new_figure(*size, **options)) or made[-1]

@@ -42,7 +42,7 @@ def test_numbers_and_table() -> None:
 
 
 def test_a_part_has_the_families_and_the_cost_that_are_asked_for() -> None:
-    """What another family dominated may be on the frontier; the table has statistics of routers."""
+    """Without other families, dominated arms may be on the frontier. The table has router statistics."""
     statistics = {"moe/dropped_frac": 0.25}
     points = [replace(p, statistics=statistics) if p.family == "token_choice" else p for p in FRONTIER.points]
     whole = replace(FRONTIER, points=tuple(points), baselines={"linear": 0.8})
