@@ -184,7 +184,8 @@ def serve(flags: ReportFlags) -> None:
             print(f"{name:<8} {link}", flush=True)
     # A fork of a process with threads may only run what is plain: an interpreter of its own asks.
     subprocess.Popen([sys.executable, "-c", READY, address])
-    # One process is enough for one person; MLflow's default is four.
+    # One process is enough for one person; MLflow's default is four, and eight for jobs of its LLM pages.
+    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     where = ["--host", "127.0.0.1", "--port", str(flags.port), "--workers", "1"]
     where += ["--uvicorn-opts", "--log-level warning"]  # a line per request would push the links away
     os.execv(sys.executable, [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *where])

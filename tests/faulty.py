@@ -127,7 +127,6 @@ class Cluster:
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": f"http://{at}:9000",
             "AWS_SECRET_ACCESS_KEY": "testing",
-            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
             "MLFLOW_TRACKING_URI": f"http://{at}:5000",
             "PACE_S": str(PACE_S),
             "PYTHONPATH": str(ROOT),

@@ -19,11 +19,9 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms.v2 import InterpolationMode, functional as tv
 
 from moe.signature import Signature
-from orchestrator.data.augment.base import AugmentationConfig, Box, at
+from orchestrator.data.augment.base import AugmentationConfig, Box, at, tv
 from orchestrator.data.undecodable import undecodable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000")
@@ -115,12 +113,8 @@ class Picture:
         with damage_as_bad_image(self._encoded):
             if scale > 1:
                 self._image.draft(None, (self._image.width // scale, self._image.height // scale))
-            if scale == 1 and self._jpeg:
-                data = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
-                image = decode_image(data, ImageReadMode.RGB)
-            else:
-                image = _rgb(self._image)
-            return self._upright(image)
+            fast = scale == 1 and self._jpeg
+            return self._upright(_by_torchvision(self._encoded, "RGB") if fast else _rgb(self._image))
 
     def samples(self) -> Tensor | None:
         """Decodes samples of 16 bits to (channels, height, width) int32; may be called once. Returns None for
@@ -129,8 +123,7 @@ class Picture:
         image = self._image
         with damage_as_bad_image(self._encoded):
             if self.format == "PNG" and self._encoded[PNG_DEPTH] == 16:
-                data = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
-                return self._upright(decode_image(data, ImageReadMode.UNCHANGED).to(torch.int32))
+                return self._upright(_by_torchvision(self._encoded, "UNCHANGED").to(torch.int32))
             if _is_grey_of_16_bits(image):
                 return self._upright(torch.from_numpy(np.asarray(image).astype("int32"))[None])
             bits = getattr(image, "tag_v2", {}).get(TIFF_BITS, ())
@@ -192,20 +185,22 @@ class Transform:
 
     def _middle(self, picture: Picture, h: int, w: int) -> Tensor:
         """Resizes to (h, w) as the library of `eval_pixels`, and crops whole pixels of that."""
-        size, way = self.size, InterpolationMode(self.eval_interpolation)
+        size, way = self.size, self.eval_interpolation
         scale = (
             picture.scale(min(picture.height / h, picture.width / w)) if self.eval_pixels == "whole" else 1
         )
         image = picture.pixels(scale)
         if self.eval_pixels == "timm":
             pillow = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
-            pillow = pillow.resize((w, h), Image.Resampling[way.name])  # as torchvision's Resize does
+            pillow = pillow.resize((w, h), Image.Resampling[way.upper()])  # as torchvision's Resize does
             image = torch.from_numpy(np.array(pillow)).permute(2, 0, 1)
         else:
-            image = tv.resize(image[None], [h, w], way, antialias=True)[0]
+            image = _resized(image[None], h, w, way)
         # torchvision, and so timm, rounds halves to even numbers; transformers cuts them off.
         cut = int if self.eval_pixels == "transformers" else round
-        return tv.crop(image, cut((h - size) / 2), cut((w - size) / 2), size, size)
+        if (h, w) == (size, size):
+            return image
+        return tv().crop(image, cut((h - size) / 2), cut((w - size) / 2), size, size)
 
     def vary(self, image: Tensor, key: str) -> Tensor:
         """Returns `image`, a result of `central`, after the random operations of `key`."""
@@ -250,7 +245,24 @@ def _cropped(picture: Picture, box: Box, size: int, interpolation: str = "biline
     crop = picture.pixels(scale)[None, :, top : top + height, left : left + width]
     # Resizing takes half the time in this layout.
     crop = crop.contiguous(memory_format=torch.channels_last)
-    return tv.resize(crop, [size, size], InterpolationMode(interpolation), antialias=True)[0]
+    return _resized(crop, size, size, interpolation)
+
+
+def _resized(images: Tensor, height: int, width: int, interpolation: str) -> Tensor:
+    """Returns the one image of (1, 3, H, W)."""
+    if images.shape[2:] == (height, width):
+        return images[0]
+    import torchvision.transforms
+
+    way = torchvision.transforms.InterpolationMode(interpolation)
+    return tv().resize(images, [height, width], way, antialias=True)[0]
+
+
+def _by_torchvision(encoded: bytes, mode: str) -> Tensor:
+    import torchvision.io
+
+    data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    return torchvision.io.decode_image(data, torchvision.io.ImageReadMode[mode])
 
 
 @contextmanager

@@ -3,17 +3,18 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from importlib.metadata import distribution
+from typing import ClassVar, Literal
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from orchestrator.data.images import encode_png
 from orchestrator.data.text import TEXT, captions_as_field
 from orchestrator.packing.base import SourceConfig
 from orchestrator.packing.samples import Execute, Part, Source, tabulated
 
+DIGITS = "sklearn/datasets/data/digits.csv.gz"
 CANVAS = 16  # pixels of the side of a cluttered digit
 PIECES, PIECE = 2, 4  # their number in an image, and the pixels of a side
 DRAWS = {"train": 8, "val": 6}  # images of every digit
@@ -62,10 +63,12 @@ class ClutteredDigitsConfig(SourceConfig):
 
 def plain_digits(val_frac: float, *, captions: bool = False) -> Source:
     """Returns the 1,797 images of 8x8 pixels of scikit-learn, with five captions each if asked."""
-    bundled: Any = load_digits()
-    images = [encode_png(image) for image in (bundled.images * (255 / 16)).round().astype("uint8")]
+    # `sklearn.datasets` takes a second to load, its file does not.
+    table = np.loadtxt(str(distribution("scikit-learn").locate_file(DIGITS)), delimiter=",")
+    pixels = (table[:, :-1] * (255 / 16)).round().astype("uint8").reshape(-1, 8, 8)
+    images = [encode_png(image) for image in pixels]
     keys = [f"digit-{i:04d}" for i in range(len(images))]
-    labels, places = bundled.target.tolist(), [(0, len(image)) for image in images]
+    labels, places = table[:, -1].astype(int).tolist(), [(0, len(image)) for image in images]
     fields = {TEXT: _captions(labels)} if captions else {}
     part = Part("all", labels, keys, places, images, fields=fields)
     return tabulated([part], {"all": None}, val_frac, iter, mixed=False)

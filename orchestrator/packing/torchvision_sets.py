@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import parse_qsl
 
-import torchvision
 from PIL import Image
 
 from moe.config import did_you_mean
@@ -101,6 +100,8 @@ def _torchvision_set(text: str, root: str, download: bool, val_frac: float) -> S
 
 
 def _set_class(name: str) -> Any:
+    import torchvision  # which takes a second
+
     found = getattr(torchvision.datasets, name, None)
     if not inspect.isclass(found):
         known = torchvision.datasets.__all__

@@ -4,8 +4,6 @@ import warnings
 from dataclasses import replace
 
 import torch
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
 
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
@@ -28,9 +26,11 @@ def linear_baseline(run: RunConfig) -> dict[str, float]:
     if values * len(manifest.classes) > MOST_PRODUCTS or manifest.labels > 1:
         return {}
     (pixels, labels), (val_pixels, val_labels) = (_images(run, split) for split in ("train", "val"))
-    model = LogisticRegression(max_iter=ITERATIONS)
+    import sklearn.linear_model  # which takes a second
+
+    model = sklearn.linear_model.LogisticRegression(max_iter=ITERATIONS)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+        warnings.simplefilter("ignore", sklearn.exceptions.ConvergenceWarning)
         model.fit(pixels, labels)
     return {NAME: float(model.score(val_pixels, val_labels))}
 

@@ -7,7 +7,7 @@ import psutil
 import ray
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
-from ray.train.v2._internal.callbacks import placement_group_callback
+from ray.train.v2._internal.callbacks import DatasetsCallback, placement_group_callback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from orchestrator.training.cleaner import Cleaner
@@ -20,8 +20,9 @@ class Trainer(TorchTrainer):
 
     def _create_default_callbacks(self) -> list[Any]:
         made = super()._create_default_callbacks()
-        ours = _CleanerCallback()
-        return [ours if isinstance(each, PlacementGroupCleanerCallback) else each for each in made]
+        # That of data sets starts an actor, which serves those that a trainer is given: ours has none.
+        replaced = (PlacementGroupCleanerCallback, DatasetsCallback)
+        return [each for each in made if not isinstance(each, replaced)] + [_CleanerCallback()]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         pass

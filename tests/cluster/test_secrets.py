@@ -111,11 +111,11 @@ def test_planted_secrets_are_nowhere(env: dict[str, str], folder: Path) -> None:
     gcs, dashboard = Path(env["CLUSTER_DIR"], "ports").read_text().split()
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
     assert {at for each in processes(env) for at in listens_at(each)} <= {"127.0.0.1", "::1"}
-    fields = ["--set", "train.steps=20", "train.report_every=10"]
+    fields = ["--set", "train.steps=4", "train.report_every=2"]
     sweep = [
         "jobs/pareto_sweep.py",
         "--sweep",
-        f"{ROOT}/tests/jobs/small_sweep.py:make",
+        f"{ROOT}/tests/jobs/small_sweep.py:one",
         "--confirm",
         "0",
         "--measure",

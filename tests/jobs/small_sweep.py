@@ -1,4 +1,6 @@
-"""A sweep of four small arms, for ``--sweep tests/jobs/small_sweep.py:make``."""
+"""A sweep of four small arms, for ``--sweep tests/jobs/small_sweep.py:make``, or of one."""
+
+from dataclasses import replace
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -18,3 +20,7 @@ def make() -> Sweep:
         }
     fields = {"name": "small", "train.steps": 60, "train.report_every": 5, "checkpoint.every": 10}
     return Sweep(base=override(RunConfig(), fields), arms=arms)
+
+
+def one() -> Sweep:
+    return replace(make(), arms={"dense": {}})

@@ -35,7 +35,6 @@ class Server:
             stdout=subprocess.DEVNULL,
             stderr=self._log.open("a"),
             start_new_session=True,
-            env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
         )
         wait_until(self._answers, 120)
 

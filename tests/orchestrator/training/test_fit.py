@@ -140,7 +140,7 @@ def test_a_notice_saves_and_no_step_is_repeated(workers, steps, run, monkeypatch
     assert [row["step"] for row in rows if "metrics" in row] == [*range(20, steps + 1, 20)]
 
 
-@pytest.mark.smoke  # workers are started twice
+@pytest.mark.slow  # workers are started twice, as in `test_three_nodes`, which loses a worker with its node
 def test_a_worker_is_killed(run, tmp_path):
     """FSDP and expert parallelism by Ray Train, fed by Ray Data, and half-way a kill: the losses of one
     undisturbed process.
