@@ -95,7 +95,7 @@ def blocks(page: Path, anchor: str = "") -> list[Block]:
 
 
 def section(page: Path, anchor: str) -> str:
-    """The part of a page from the heading that `anchor` names to the next `##`; all of it without an anchor."""
+    """The part of a page from the heading that `anchor` names to the next `##`; without one, all of it."""
     parts = re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
     if not anchor:
         return "".join(parts)
@@ -256,6 +256,23 @@ def test_pages_show_the_guests_that_are_tested(page: str, guest: str) -> None:
     """`tests/jobs/test_plugins.py` trains them."""
     plugin = blocks(ROOT / f"docs/{page}.md")
     assert (ROOT / f"tests/own/{guest}.py").read_text() in [block.text for block in plugin if block.title]
+
+
+@pytest.mark.parametrize("package", ["moe", "orchestrator"])
+def test_the_map_of_the_code_is_whole(package: str) -> None:
+    """How it works names every module, but those of folders with a file for each member, and no others."""
+    text = (ROOT / "docs/how_it_works.md").read_text()
+    rows = text.split(f"| in `{package}/` |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    for row in rows:
+        for name in re.findall(r"`(\w+\.py)`", row):
+            assert any(file.name == name for file in (ROOT / package).rglob("*.py")), f"there is no {name}"
+    modules = [file for file in (ROOT / package).rglob("*.py") if file.stem != "__init__"]
+    for module in modules:
+        folder = module.relative_to(ROOT / package).parts[0]
+        place = f"`{folder}`" if folder == module.name else f"`{folder}/`"
+        (row,) = (row for row in rows if place in row.split("|")[1])
+        many = "a file for each" in row or module.parent.name == "augment"
+        assert many or f"`{module.name}`" in row, module
 
 
 def test_features_of_a_model(trained_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
