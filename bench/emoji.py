@@ -1,4 +1,4 @@
-"""Emoji in four drawing styles with captions, for models of images and texts (docs/image_text.md).
+"""Emoji in four drawing styles with captions, for models of images and texts (docs/texts.md).
 
   python bench/emoji.py OUT
 

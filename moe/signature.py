@@ -14,7 +14,7 @@ SIGNATURE = "signature"  # the name under which every format has it, as JSON
 
 @dataclass(frozen=True, kw_only=True)
 class Signature(Config):
-    """The input of a model, and the meaning of its output. docs/signature.md has the arithmetic and a reader.
+    """The input of a model, and the meaning of its output. docs/prediction.md has more, and names a reader.
 
     Attributes:
         image_size: pixels per side of the images that it takes; 0: it takes none.

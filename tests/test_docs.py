@@ -35,14 +35,12 @@ PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "SECURITY")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-TUTORIALS = (  # each line is run in one shell, in a copy of the project
+TUTORIALS = (  # pages or sections: each line is run in one shell, in a copy of the project
     ("first_frontier.md", "../README.md"),
     ("own_images.md",),
     ("own_router.md",),
-    ("own_model.md",),
-    ("own_task.md",),
-    ("own_optimizer.md",),
-    ("cluster_from_zero.md",),
+    ("own_parts.md",),
+    ("cluster.md#one-machine",),
 )
 INSTEAD = {  # what a tutorial says -> what the test does in its COPY of the project
     "make sweep": "python jobs/pareto_sweep.py",
@@ -60,7 +58,7 @@ INSTEAD = {  # what a tutorial says -> what the test does in its COPY of the pro
 }
 NEEDS = {  # programs on the other pages -> what they need
     "aws": "an account of AWS",
-    "cluster/local.sh": "three nodes: cluster_from_zero.md runs it",
+    "cluster/local.sh": "three nodes: the tutorial of cluster.md runs it",
     "cluster/mlflow/serve.sh": "a database",
     "cp": "a trained model",
     "curl": "a server",
@@ -92,8 +90,17 @@ class Block:
     needs: str | None
 
 
-def blocks(page: Path) -> list[Block]:
-    return [Block(**found.groupdict()) for found in BLOCK.finditer(page.read_text())]
+def blocks(page: Path, anchor: str = "") -> list[Block]:
+    return [Block(**found.groupdict()) for found in BLOCK.finditer(section(page, anchor))]
+
+
+def section(page: Path, anchor: str) -> str:
+    """The part of a page from the heading that `anchor` names to the next `##`; without one, all of it."""
+    parts = re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
+    if not anchor:
+        return "".join(parts)
+    (found,) = (part for part in parts if part.splitlines()[0].lower().replace(" ", "-") == f"##-{anchor}")
+    return found
 
 
 def commands(script: str) -> Iterator[list[str]]:
@@ -158,10 +165,13 @@ def test_commands_parse_or_need_something_that_is_named(
                 assert known, f"{page.name}: say in NEEDS what {program!r} needs, or mark the block"
 
 
-def script(page: Path, copy: Path) -> str:
-    """The blocks of a page as one shell script: commands, files, changes of files and pieces of Python."""
+def script(page: str, copy: Path) -> str:
+    """The blocks of a page, or of its section behind `#`, as one shell script: commands, files, changes of
+    files and pieces of Python.
+    """
     lines = []
-    for block in blocks(page):
+    name, _, anchor = page.partition("#")
+    for block in blocks(ROOT / "docs" / name, anchor):
         if block.title:
             lines.append(f"cat > {block.title} <<'END_OF_FILE'\n{block.text}END_OF_FILE")
         elif block.kind == "diff":
@@ -203,7 +213,7 @@ def test_tutorials_run(pages: tuple[str, ...], tmp_path: Path) -> None:
     try:
         for page in pages:
             done = subprocess.run(
-                ["bash", "-euxo", "pipefail", "-c", script(ROOT / "docs" / page, copy)],
+                ["bash", "-euxo", "pipefail", "-c", script(page, copy)],
                 cwd=copy,
                 env=env,
                 stdout=subprocess.PIPE,
@@ -236,16 +246,33 @@ def test_snippets_import_public_names_alone(page: Path) -> None:
     ("page", "guest"),
     [
         ("own_router", "cosine"),
-        ("own_model", "convnet"),
-        ("own_optimizer", "lion"),
-        ("own_task", "proportions"),
-        ("own_tracker", "wandb_tracker"),
+        ("own_parts", "convnet"),
+        ("own_parts", "lion"),
+        ("own_parts", "proportions"),
+        ("own_parts", "wandb_tracker"),
     ],
 )
 def test_pages_show_the_guests_that_are_tested(page: str, guest: str) -> None:
     """`tests/jobs/test_plugins.py` trains them."""
     plugin = blocks(ROOT / f"docs/{page}.md")
     assert (ROOT / f"tests/own/{guest}.py").read_text() in [block.text for block in plugin if block.title]
+
+
+@pytest.mark.parametrize("package", ["moe", "orchestrator"])
+def test_the_map_of_the_code_is_whole(package: str) -> None:
+    """How it works names every module, but those of folders with a file for each member, and no others."""
+    text = (ROOT / "docs/how_it_works.md").read_text()
+    rows = text.split(f"| in `{package}/` |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    for row in rows:
+        for name in re.findall(r"`(\w+\.py)`", row):
+            assert any(file.name == name for file in (ROOT / package).rglob("*.py")), f"there is no {name}"
+    modules = [file for file in (ROOT / package).rglob("*.py") if file.stem != "__init__"]
+    for module in modules:
+        folder = module.relative_to(ROOT / package).parts[0]
+        place = f"`{folder}`" if folder == module.name else f"`{folder}/`"
+        (row,) = (row for row in rows if place in row.split("|")[1])
+        many = "a file for each" in row or module.parent.name == "augment"
+        assert many or f"`{module.name}`" in row, module
 
 
 def test_features_of_a_model(trained_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ MOST_PIXELS = 2e8  # values of the images that others are compared with by their
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroShotConfig(EvaluationConfig):
-    """classification by the names of classes, of a model that reads text: see docs/image_text.md
+    """classification by the names of classes, of a model that reads text: see docs/texts.md
 
     evaluate lit --zero-shot flowers.toml --data /data/flowers
     """
@@ -80,7 +80,7 @@ class ZeroShotConfig(EvaluationConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalConfig(EvaluationConfig):
-    """captions by images, and images by captions, of a model that reads text: see docs/image_text.md
+    """captions by images, and images by captions, of a model that reads text: see docs/texts.md
 
     evaluate lit --retrieval --data /data/captioned --page found.html
     """

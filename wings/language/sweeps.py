@@ -28,7 +28,7 @@ def language(scale: Scale) -> Sweep:
     Source: the calmops article on Soft MoE, whose language model has Soft MoE; it
     prints no results.
 
-    Design: routers that let a token see later ones are refused, Soft MoE among them (docs/language.md). Token
+    Design: routers that let a token see later ones are refused, Soft MoE among them (docs/texts.md). Token
     choice with one expert seats tokens in their order, so its capacity may be small; the experts of the
     mixture are a fraction of those of token choice, because each costs an MLP.
     """

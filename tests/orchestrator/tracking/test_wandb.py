@@ -1,4 +1,4 @@
-"""The plugin of docs/own_tracker.md: `.wandb` files have every number of a run once, also after kills."""
+"""The plugin of docs/own_parts.md: `.wandb` files have every number of a run once, also after kills."""
 
 import json
 import subprocess
