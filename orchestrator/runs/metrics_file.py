@@ -110,7 +110,7 @@ class LineReader:
     """
 
     def __init__(self, directory: str, name: str) -> None:
-        self._directory, self._name = directory, name
+        self.directory, self._name = directory, name
         self._read: dict[str, tuple[int, int]] = {}  # file -> bytes, lines
 
     def new(self) -> list[dict[str, Any]]:
@@ -120,8 +120,8 @@ class LineReader:
     def _new(self) -> list[tuple[str, int, bytes]]:
         """Returns the path of each file with new lines, the number of its first new line, and these lines."""
         found = list[tuple[str, int, bytes]]()
-        for name in _files_of(self._directory, self._name):
-            path, (offset, lines) = storage.join(self._directory, name), self._read.get(name, (0, 0))
+        for name in _files_of(self.directory, self._name):
+            path, (offset, lines) = storage.join(self.directory, name), self._read.get(name, (0, 0))
             if storage.is_local(path):
                 with storage.open_to_read(path) as file:
                     file.seek(offset)

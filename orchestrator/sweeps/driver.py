@@ -10,9 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from ray.exceptions import RayError
-from ray.train import TrainingFailedError
-
 from moe.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
 from orchestrator import storage
 from orchestrator.checkpoint.models import read_model
@@ -20,7 +17,7 @@ from orchestrator.codec import changed_fields, differences, flat, override, read
 from orchestrator.config import RunConfig
 from orchestrator.costs import MS, Cost, computed, cost_of, known_costs
 from orchestrator.data.manifest import open_manifest
-from orchestrator.errors import BudgetExhausted, UsageError, reason_of
+from orchestrator.errors import BudgetExhausted, UsageError
 from orchestrator.estimate import branch_step
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
@@ -31,7 +28,6 @@ from orchestrator.planning.preflight import preflight
 from orchestrator.plugins import check_loaded, save_plugins
 from orchestrator.runs.contents import contents_of, moved
 from orchestrator.runs.measurements import USER, made_by, measurements, write_measurement
-from orchestrator.runs.metrics_file import Metrics
 from orchestrator.runs.run_directory import (
     DATA,
     RunDir,
@@ -47,7 +43,7 @@ from orchestrator.sweeps.build import judged_runs, raised_reference, say_raised
 from orchestrator.sweeps.operating import TIME
 from orchestrator.sweeps.progress import SweepProgress
 from orchestrator.sweeps.publish import publish
-from orchestrator.sweeps.queue import Job, Policy, RunToCompletion
+from orchestrator.sweeps.queue import Policy, RunToCompletion
 from orchestrator.sweeps.run import QUIET, SweepRun, Watch, keep_weights_only
 from orchestrator.sweeps.search import OptunaSearch, SearchOptions, sample
 from orchestrator.sweeps.sweep import Sweep, Trial
@@ -57,9 +53,8 @@ from orchestrator.tracking.store import Tracking
 from orchestrator.tracking.sync import Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.cluster import connect
-from orchestrator.training.fit import fit, start
-from orchestrator.training.resources import check_resources
-from orchestrator.training.train import Mode, recording_errors, with_data, working_in
+from orchestrator.training.fit import start
+from orchestrator.training.train import Mode, with_data, working_in
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +123,7 @@ def run_sweep(
         measure_inference(run, options)
         frontier = publish(directory)
         for point in knee_points(frontier.points, 0 if run.trials_left() else options.retrain):
-            _retrain(run, point.arm)
+            run.retrain(point.arm)
             frontier = publish(directory)
         if freed := keep_weights_only([s.trial for s in run.queue.states.values()], frontier):
             run.watch.say(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
@@ -341,33 +336,3 @@ def _highest_costs(runs: Iterable[RunConfig]) -> dict[str, float]:
             if drawn[name].drawn:
                 found[name] = max(found.get(name, 0.0), cost)
     return found
-
-
-def _retrain(run: SweepRun, arm: str) -> None:
-    """Trains `Sweep.retrain_config` of an arm as a child outside the frontier, if the budget holds it."""
-    sweep, watch, name = run.sweep, run.watch, f"confirm/{arm}"
-    longer = sweep.retrain_config(run.trial_of(arm))
-    labels = {"directory": name, "role": "confirm", "arm": arm}
-    state = run.state_of(Trial(name=name, arm=arm, changes={}, run=longer))
-    job = Job(state=state, until=state.steps)
-    if RunDir.of(longer).result() is None and not run.budget.admits(job, state):
-        watch.say(f"{arm} is not trained again: the budget does not hold it")
-        run.unpaid.append(arm)
-        return
-    SweepDir.of(sweep.base).update(lambda was: {"trials": {**was.trials, name: labels}})
-
-    def report(step: int, metrics: Metrics) -> None:
-        run.budget.report(name, step, time.time())
-        watch.report(name, step, metrics)
-
-    watch.retraining(arm, longer)
-    run.budget.begin(job)
-    try:
-        check_resources(longer)
-        with recording_errors(RunDir.of(longer).path):
-            outcome = fit(longer, report)
-    except (UsageError, TrainingFailedError, RayError) as error:
-        outcome = reason_of(error)
-    run.budget.record(job, outcome)
-    run.retrained[name] = outcome
-    watch.ended(name, outcome)

@@ -7,7 +7,6 @@ import time
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from orchestrator.config import RunConfig
 from orchestrator.frontier.points import as_shown
 from orchestrator.output import duration
 from orchestrator.runs.metrics_file import Metrics
@@ -80,19 +79,10 @@ class SweepProgress(Watch):
         self.run = run
 
     def began(self, job: Job) -> None:
-        self._add(job.trial.name, job.until)
-
-    def retraining(self, arm: str, run: RunConfig) -> None:
-        self.say(f"retraining {arm}: {run.train.steps} steps on {run.scale.workers} workers")
-        self._add(f"confirm/{arm}", run.train.steps)
-
-    def _add(self, name: str, steps: int) -> None:
         # A trial whose process died begins again without having ended.
-        if name not in self._running:
-            self._running[name] = (
-                RunProgress(steps),
-                self._bars.add_task(name, total=steps, pace="no report yet"),
-            )
+        if (name := job.trial.name) not in self._running:
+            bar = self._bars.add_task(name, total=job.until, pace="no report yet")
+            self._running[name] = RunProgress(job.until), bar
             self._printed_s[name] = time.monotonic()
 
     def report(self, name: str, step: int, metrics: Metrics) -> None:

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 
 from orchestrator.checkpoint.manager import drop_optimizer
-from orchestrator.config import RunConfig
 from orchestrator.costs import TRAIN_FLOPS, computed, known_costs
 from orchestrator.estimate import branch_step
 from orchestrator.frontier.frontier import Frontier
@@ -28,6 +28,7 @@ from orchestrator.sweeps.queue import (
     Job,
     Outcome,
     Policy,
+    RunToCompletion,
     TrialQueue,
     TrialState,
     new_trial_state,
@@ -55,13 +56,10 @@ class Watch:
         """A trial begins, or goes on after a pause: `job.trial.name`, up to the step `job.until`."""
 
     def report(self, name: str, step: int, metrics: Metrics) -> None:
-        """A trial, or an arm that is trained again, has reached a step."""
+        """A trial has reached a step."""
 
     def ended(self, name: str, outcome: Outcome) -> None:
         """It has ended or paused: with a `Result`, or with the reason of its failure."""
-
-    def retraining(self, arm: str, run: RunConfig) -> None:
-        """An arm at the knee is trained again, for longer."""
 
     def status(self) -> None:
         """Half a minute has passed."""
@@ -128,16 +126,16 @@ class SweepRun:
         self._reports: dict[str, LineReader] = {}  # of running trials
         self._readers = ThreadPoolExecutor(16)
         self._followed_s = self._status_s = time.monotonic()
-        self.queue = TrialQueue(
-            map(self.state_of, sweep.trials(self._drawn()).values()),
-            self.policy,
+        self._new_queue = partial(
+            TrialQueue,
             cluster_resources=most_resources,
             quality=sweep.quality,
             max_concurrent=max_concurrent,
             admits=lambda job, state: not notice.given() and budget.admits(job, state),
-            more=self._draw,
             ended=self._ended,
         )
+        trials = sweep.trials(self._drawn()).values()
+        self.queue = self._new_queue(map(self.state_of, trials), self.policy, more=self._draw)
 
     def work(self) -> None:
         """Works until nothing is left to do, or to pay for; from the results and pauses that earlier
@@ -159,6 +157,24 @@ class SweepRun:
         run_jobs(self.queue, self)
         self._tell_predictions()
 
+    def retrain(self, arm: str) -> None:
+        """Trains an arm again, for twice its steps, outside the frontier; if the budget holds it."""
+        trial = self.sweep.confirmed(self.trial_of(arm))
+        queue = self._new_queue([state := self.state_of(trial)], RunToCompletion())
+        for outcome in _ends_of(trial):
+            queue.record(trial.name, outcome)
+        if state.outcome is None:
+            if not self.budget.admits(Job(state=state, until=state.steps), state):
+                self.watch.say(f"{arm} is not trained again: the budget does not hold it")
+                self.unpaid.append(arm)
+                return
+            labels, train = trial.labels(False), trial.run.train
+            self._directory.update(lambda was: {"trials": {**was.trials, trial.name: labels}})
+            self.watch.say(f"retraining {arm}: {train.steps} steps on {trial.run.scale.workers} workers")
+            run_jobs(queue, self)
+        if state.outcome is not None:
+            self.retrained[trial.name] = state.outcome
+
     def began(self, job: Job) -> None:
         if job.trial.name in self._reports:
             return  # its process died, and this is another
@@ -175,7 +191,7 @@ class SweepRun:
         if now - self._followed_s < poll_s(self._directory.path):
             return
         if notice.given():
-            running = (RunDir.of(self.queue.states[name].trial.run) for name in self._reports)
+            running = [RunDir(reports.directory) for reports in self._reports.values()]
             list(self._readers.map(lambda run: run.ask_to_stop(for_good=True), running))
         self._pass_on([*self._reports])
         self._followed_s = time.monotonic()
@@ -199,7 +215,7 @@ class SweepRun:
         if isinstance(outcome, str):
             RunDir.of(job.trial.run).write_error(outcome)
         quality, cost = self._values(job.trial.arm)
-        if self.search and cost is not None:
+        if self.search and cost is not None and job.trial.role == "trial":
             self.search.tell(job.trial.arm, quality, cost)
         self.watch.ended(job.trial.name, outcome)
 

@@ -17,7 +17,7 @@ from orchestrator.estimate import resolve_auto
 from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.answers import Space
 
-Role = Literal["trial", "trunk"]
+Role = Literal["trial", "trunk", "confirm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Trial:
     Attributes:
         arm: trials of an arm are its seeds, and one point of the frontier.
         changes: changes of the base; with them it becomes `run`.
-        role: a ``trunk`` is no point, for it was not cooled down.
+        role: a ``trunk`` is no point, for it was not cooled down; ``confirm`` trains an arm again.
         after: the trial that must be complete before: a branch's trunk.
     """
 
@@ -102,7 +102,8 @@ class Trial:
 
     def labels(self, seeded: bool) -> dict[str, str]:
         """The trial in `sweep.json`: its directory, and tags of its MLflow run."""
-        labels = {"directory": f"trials/{self.name}", "role": self.role, "arm": self.arm}
+        directory = self.name if self.role == "confirm" else f"trials/{self.name}"
+        labels = {"directory": directory, "role": self.role, "arm": self.arm}
         if seeded:
             labels["seed"] = str(self.run.train.seed)
         if self.after:
@@ -220,10 +221,11 @@ class Sweep(Config):
         """trial -> its run. Raises UsageError naming the arm whose config is refused."""
         return {name: trial.run for name, trial in self.trials().items()}
 
-    def retrain_config(self, trial: Trial) -> RunConfig:
-        """The trial's run for twice its steps."""
-        name, steps = f"{self.base.name}/confirm/{trial.arm}", 2 * trial.run.train.steps
-        return override(trial.run, {"name": name, "train.steps": steps})
+    def confirmed(self, trial: Trial) -> Trial:
+        """Returns the trial for twice its steps."""
+        name, steps = f"confirm/{trial.arm}", 2 * trial.run.train.steps
+        run = override(trial.run, {"name": f"{self.base.name}/{name}", "train.steps": steps})
+        return Trial(name=name, arm=trial.arm, changes=trial.changes, run=run, role="confirm")
 
 
 def _arm_changes(base: RunConfig, arm: str, given: Mapping[str, Any] | Config) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 from jobs._sweep_plan import printed_costs
 from orchestrator import tracking
 from orchestrator.codec import override, to_dict
-from orchestrator.config import RunConfig
 from orchestrator.costs import computed
 from orchestrator.frontier.claims import check_claim
 from orchestrator.frontier.frontier import Frontier
@@ -44,9 +43,6 @@ class _Watch(sweep_run.Watch):
 
     def say(self, line: str) -> None:
         self.lines.append(line)
-
-    def retraining(self, arm: str, run: RunConfig) -> None:
-        self.lines.append(f"retrains {arm}: {run.train.steps} steps on {run.scale.workers} workers")
 
 
 def _ended(job: Job, metrics: Metrics) -> Result:
@@ -97,13 +93,11 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
         patch.object(driver, "following", lambda followers, *_: followed.extend(followers) or nullcontext()),
         patch.object(driver, "SystemMetrics", lambda *_: nullcontext()),
         patch.object(tracking, "check_original", lambda *_: None),
-        patch.object(driver, "check_resources", lambda *_: None),
         patch.object(driver, "linear_baseline", lambda run: {}),
         *(
             patch.object(each, "Sync", lambda *_: SimpleNamespace(where="MLflow", update=lambda **_: []))
             for each in (driver, tracking)
         ),
-        patch.object(driver, "fit", lambda *_: "it ended"),
         patch.object(driver, "complete_measurement", lambda *_, say: say("measures its arms")),
         patch.object(sweep_run, "most_resources", lambda: {"CPU": 4.0}),
         patch.object(sweep_run, "run_jobs", run_jobs),

@@ -279,10 +279,9 @@ def test_arms_are_retrained_once_no_trial_is_left(left, retrained, tmp_path, mon
     sweep = Sweep(base=run_at(tmp_path, "s"), arms={"a": {}, "b": {}})
     end_sweep(sweep, {"a": 0.8, "b": 0.9})
     states = {t.name: SimpleNamespace(trial=t, outcome="ended", reached={}) for t in sweep.trials().values()}
-    run = SimpleNamespace(sweep=sweep, trials_left=lambda: left, queue=SimpleNamespace(states=states))
-    found = []
+    found, queue = [], SimpleNamespace(states=states)
+    run = SimpleNamespace(sweep=sweep, trials_left=lambda: left, queue=queue, retrain=found.append)
     monkeypatch.setattr(driver, "trained_trials", lambda *_, **options: nullcontext(run))
-    monkeypatch.setattr(driver, "_retrain", lambda run, arm: found.append(arm))
     run_sweep(sweep, SweepOptions(retrain=1))
     assert found == retrained
 
@@ -300,7 +299,7 @@ class Said(Watch):
 def test_the_knee_is_trained_again_only_within_the_budget(sweep):
     said, spent = Said(), BudgetTracker(Budget(hours=1), RunDir.of(sweep.base).path)
     spent.spent_s = 3601
-    driver._retrain(SweepRun(sweep, spent, RunToCompletion(), watch=said), "dense")
+    SweepRun(sweep, spent, RunToCompletion(), watch=said).retrain("dense")
     assert said.lines == ["dense is not trained again: the budget does not hold it"]
 
 
