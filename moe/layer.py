@@ -137,8 +137,7 @@ class MoELayer(nn.Module):
             set_unsaved(self)
             if seed is not None:
                 init_weights(self, seed, inside=f"blocks.{block}.mlp")
-        # Keys of tokens are some 25 kernels, which nothing reads without noise and dropout.
-        self.uses_keys = config.expert_dropout > 0 or getattr(config.router, "noise_std", 1) > 0
+        self.uses_keys = config.expert_dropout > 0 or config.router.reads_keys
 
     def forward(
         self,

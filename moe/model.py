@@ -155,16 +155,8 @@ class ModelConfig(Family, ABC, default="vit"):
         return None
 
     def family(self) -> str:
-        """Returns the routing algorithm: ``dense``, or the router's kind, prefixed by the kind of its
-        affinity unless that is softmax, e.g. ``sinkhorn_token_choice``.
-        """
-        if not self.moe:
-            return "dense"
-        router = self.moe.router
-        affinity = getattr(router, "affinity", None)
-        if affinity is None or affinity.kind == "softmax":
-            return router.kind
-        return f"{affinity.kind}_{router.kind}"
+        """Returns the routing algorithm, ``dense`` without experts."""
+        return self.moe.router.family() if self.moe else "dense"
 
     def slots(self, router: RouterConfig | None = None) -> float:
         """Returns C, the slots per expert and group of a MoE layer, here or with another router; 0 if there

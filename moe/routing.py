@@ -107,6 +107,15 @@ class RouterConfig(Family, ABC, default="token_choice"):
         """Whether tokens choose their experts, which may have no slot for them."""
         return False
 
+    @property
+    def reads_keys(self) -> bool:
+        """Whether the router reads the keys of tokens, which seed noise. They take some 25 kernels."""
+        return True
+
+    def family(self) -> str:
+        """Returns the routing algorithm, as pages name it."""
+        return self.kind
+
     @abstractmethod
     def build(self, *, dim: int, num_experts: int) -> "Router":
         """Returns the router; `init_weights` sets its weights by its `draws`."""

@@ -29,6 +29,10 @@ class AffinityConfig(Family, ABC, default="softmax"):
     has_gradient: ClassVar[bool] = True
     sees_group: ClassVar[str] = "the transport plan balances the experts over all tokens: use softmax"
 
+    def family(self, kind: str) -> str:
+        """Returns the routing algorithm of a router of that kind: ``sinkhorn_token_choice``."""
+        return f"{self.kind}_{kind}"
+
     @abstractmethod
     def plan(
         self, logits_GSE: Tensor, gates_GSE: Tensor, valid_GS: Tensor, capacity: int
@@ -42,6 +46,9 @@ class SoftmaxConfig(AffinityConfig):
 
     kind: Literal["softmax"] = "softmax"
     sees_group: ClassVar[str] = ""
+
+    def family(self, kind: str) -> str:
+        return kind
 
     def plan(
         self, logits_GSE: Tensor, gates_GSE: Tensor, valid_GS: Tensor, capacity: int

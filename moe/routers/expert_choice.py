@@ -42,6 +42,13 @@ class ExpertChoiceConfig(CapacityConfig):
                 " use combine='softmax' or another affinity"
             )
 
+    @property
+    def reads_keys(self) -> bool:
+        return self.noise_std > 0
+
+    def family(self) -> str:
+        return self.affinity.family(self.kind)
+
     def build(self, *, dim: int, num_experts: int) -> "ExpertChoiceRouter":
         return ExpertChoiceRouter(self, dim=dim, num_experts=num_experts)
 

@@ -45,6 +45,10 @@ class SoftConfig(RouterConfig):
     combine: Mix = "soft"
     noise_std: NonNegativeFloat = 0.0
 
+    @property
+    def reads_keys(self) -> bool:
+        return self.noise_std > 0
+
     def build(self, *, dim: int, num_experts: int) -> "SoftRouter":
         return SoftRouter(self, dim=dim, num_experts=num_experts)
 

@@ -62,6 +62,13 @@ class TokenChoiceConfig(CapacityConfig):
     def can_overflow(self) -> bool:
         return True
 
+    @property
+    def reads_keys(self) -> bool:
+        return self.noise_std > 0
+
+    def family(self) -> str:
+        return self.affinity.family(self.kind)
+
     def build(self, *, dim: int, num_experts: int) -> "TokenChoiceRouter":
         return TokenChoiceRouter(self, dim=dim, num_experts=num_experts)
 
