@@ -433,15 +433,17 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
 
 def print_frontier(frontier: Frontier) -> None:
     from orchestrator.frontier.claims import check_claim
-    from orchestrator.frontier.figure import SIZE_TITLE
+    from orchestrator.frontier.figure import SIZE_TITLE, cost_text
+    from orchestrator.units import unit_of
     from orchestrator.frontier.points import IN_BITS
 
     listed = sorted(zip(frontier.all_points, frontier.statuses(), strict=True), key=lambda each: each[0].cost)
     doubt = {"frontier, knee": f" ({frontier.doubt})" if frontier.doubt else ""}
+    unit = unit_of(frontier.cost_name, [point.cost for point in frontier.all_points])
     several = any(point.together > 1 for point in frontier.all_points)
     rows = [
         (
-            *(p.arm, p.quality_text, f"{p.cost:.3g}", f"{p.size:g}"),
+            *(p.arm, p.quality_text, cost_text(p, frontier.cost_name, unit.size), f"{p.size:g}"),
             *([str(p.together)] if several else []),
             status + doubt.get(status, ""),
         )
@@ -449,7 +451,7 @@ def print_frontier(frontier: Frontier) -> None:
     ]
     size = "slots/token" if frontier.size_title == SIZE_TITLE else frontier.size_title
     name = IN_BITS.get(frontier.quality_name, frontier.quality_name)
-    columns = ("arm", name, frontier.cost_name, size, *(["images together"] if several else []), "status")
+    columns = ("arm", name, unit.title, size, *(["images together"] if several else []), "status")
     title = f"{frontier.name}: {frontier.subtitle} Hypervolume {frontier.hypervolume:.4f}."
     print_table(columns, rows, title=title, left=len(columns))
     for line in frontier.verdict:

@@ -16,7 +16,6 @@ from scipy.special import stdtrit
 
 from orchestrator.costs import FORWARD, MS_P95
 from orchestrator.errors import UsageError
-from orchestrator.frontier.figure import amount, axis_title, number, unit_of
 from orchestrator.frontier.points import (
     OPERATING_POINT,
     Point,
@@ -27,6 +26,7 @@ from orchestrator.frontier.points import (
     quartiles,
 )
 from orchestrator.output import IN_BITS
+from orchestrator.units import amount, axis_title, number, unit_of
 
 CONFIDENCE = 0.95
 MOST_NAMED = 4  # arms of a sentence

@@ -14,7 +14,7 @@ from orchestrator.costs import FORWARD, MS_P95, TIMES
 from orchestrator.errors import UsageError
 from orchestrator.frontier.answer import Answer, answer, upper, verdict
 from orchestrator.frontier.drawing import frontier_picture
-from orchestrator.frontier.figure import SIZE_TITLE, Json, axis_title, frontier_plot
+from orchestrator.frontier.figure import SIZE_TITLE, Json, frontier_plot
 from orchestrator.frontier.points import (
     TOGETHER,
     Point,
@@ -25,6 +25,7 @@ from orchestrator.frontier.points import (
     knee_point,
     on_front,
 )
+from orchestrator.units import axis_title
 
 UNDECIDED = "one seed, not decided"
 BOUNDS = (MS_P95, "infer/batch_ms_per_image", "infer/memory_mib", "infer/file_mb", FORWARD)
