@@ -132,7 +132,9 @@ orchestrator.inference: moe.codec moe.model moe.overrides orchestrator.checkpoin
     orchestrator.costs orchestrator.inference orchestrator.plugins orchestrator.runs
 orchestrator.inference.timing:
 orchestrator.inference.reader:
-orchestrator.inference.clock: moe.exported orchestrator.inference.timing orchestrator.plugins
+orchestrator.inference.energy:
+orchestrator.inference.clock: moe.exported orchestrator.inference.energy orchestrator.inference.timing
+    orchestrator.plugins
 orchestrator.inference.points: orchestrator.costs orchestrator.frontier orchestrator.inference.measure
 orchestrator.sweeps: moe orchestrator
 orchestrator.planning: moe orchestrator

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import stdtrit
 
-from orchestrator.costs import FORWARD, MS_P95
+from orchestrator.costs import ENERGY, FORWARD, MS_P95, USD
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import (
     OPERATING_POINT,
@@ -201,6 +201,8 @@ _WHAT = {
     "infer/batch_ms_per_image": "an image of a batch",
     "infer/memory_mib": "peak memory",
     "infer/file_mb": "size of the file",
+    ENERGY: "energy of an image",
+    USD: "a million images",
     FORWARD: "forward pass of an image",
 }
 

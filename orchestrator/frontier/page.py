@@ -50,6 +50,9 @@ def frontier_page(frontier: Frontier) -> str:
     units = [unit_of(panel.cost_name, [p.cost for p in panel.all_points]) for panel in panels]
     titles = [axis_title(frontier.quality_name), *(unit.title for unit in units)]
     bounds = _bounds(frontier)
+    others = [name for name in bounds if name not in {panel.cost_name for panel in panels}]
+    axes = [*enumerate(unit.title for unit in units)]
+    axes += [*enumerate((bounds[name].title for name in others), len(plots))]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters.update({function.__name__: function for function in _FILTERS})
@@ -62,6 +65,8 @@ def frontier_page(frontier: Frontier) -> str:
             role: figure.ROLES.get(role, (role.capitalize(), "")) for role in dict.fromkeys(known + present)
         },
         plots=plots,
+        further=[frontier.at_cost(name).plot() for name in others],
+        axes=axes,
         sizes=plots[0]["layout"]["meta"]["sizes"],
         gains=gains(frontier),
         verdicts=[check_claim(claim, frontier.points) for claim in frontier.claims],
@@ -90,8 +95,7 @@ def _bounds(frontier: Frontier) -> dict[str, Unit]:
     others = [name for name, cost in known_costs().items() if cost.drawn or name == frontier.cost_name]
     names = dict.fromkeys((*of_use, *others))
     shared = [name for name in names if points and all(upper(p, name) < math.inf for p in points)]
-    shared.sort(key=lambda name: not name.startswith("infer/"))
-    return {name: figure.unit_of(name, [upper(p, name) for p in points]) for name in shared}
+    return {name: unit_of(name, [upper(p, name) for p in points]) for name in shared}
 
 
 def _choices(frontier: Frontier, bounds: Mapping[str, Unit]) -> dict[str, Any]:
