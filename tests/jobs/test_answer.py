@@ -138,7 +138,7 @@ def test_money_and_energy_are_bounds(
     assert stopped == ""
     assert "Best within 1.00" in printed
     row = measured_rows(f"{home}/tiny", ONE_IMAGE)[0]
-    assert 25 * row["p50"] < row["mj"] < 100 * row["p50"], "50 W, beside other tests"
+    assert 25 * row["p50"] < row["mj"] < 1000 * row["p50"], "50 W; beside other work calls take longer"
 
 
 def test_a_folder_of_pictures_is_packed_and_trained_on(
