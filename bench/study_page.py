@@ -27,7 +27,8 @@ from bench.study_table import (
 from moe.cost import forward_gflops_2mac, slots_per_token
 from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.frontier.paired import Interval, decide, interval
-from orchestrator.frontier.points import UNKNOWN, Point, front_points, hypervolume
+from orchestrator.frontier.points import Point, front_points, hypervolume
+from orchestrator.output import UNKNOWN
 from orchestrator.sweeps import operating
 from orchestrator.sweeps.catalog import make_sweep
 from orchestrator.sweeps.sweep import settings

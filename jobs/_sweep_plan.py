@@ -141,7 +141,7 @@ def print_plan(
     """
 
     from orchestrator.costs import FORWARD, TRAIN_FLOPS
-    from orchestrator.frontier.figure import unit_of
+    from orchestrator.units import unit_of
 
     forward = unit_of(FORWARD, [e.forward_gflops_2mac for e in estimates.values()])
     train = unit_of(TRAIN_FLOPS, [e.train_flops_6mac for e in estimates.values()])

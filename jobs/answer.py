@@ -4,6 +4,8 @@
   python jobs/answer.py quickstart --max-ms 20 --batch 32 --threads 4
   python jobs/answer.py quickstart --max-mb 1 --max-gflops 0.001
   python jobs/answer.py quickstart --max-ms 2 --runtime torch --json
+  python jobs/answer.py quickstart --max-usd 0.01                  of a million images, by jobs/prices.yaml
+  python jobs/answer.py quickstart --max-mj 20     energy of an image, where Linux shows that of processors
   python jobs/answer.py ./flowers --max-ms 5 --out best
 
 A folder of pictures, with a folder for each class, is packed first, and the arms of the sweep quickstart that
@@ -23,7 +25,6 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jobs._cli import OUT_OF_BUDGET, UNSENT, Places, check_out, command
 from jobs._flags import FIELDS, flag, parse, positive
 from jobs.pack_shards import PackFlags, pack_source
-from jobs.pareto_sweep import PRICES, SweepFlags, sweep
+from jobs.pareto_sweep import SweepFlags, sweep
 from jobs.train import RunFlags
 from orchestrator.errors import UsageError
 from orchestrator.names import run_name
@@ -40,7 +41,6 @@ from orchestrator.names import run_name
 if TYPE_CHECKING:
     from orchestrator.frontier.answer import Answer
     from orchestrator.frontier.points import Point
-    from orchestrator.inference.measure import MeasuredRow
 
 ONNX, READER, WEIGHTS = "model.onnx", "read.py", "weights"
 PACKED = "packed_from.json"  # beside the shards of a folder: its files and their bytes
@@ -66,6 +66,15 @@ class AnswerFlags:
         None, "the most memory of a process that answers, in MiB", read=positive, metavar="MIB"
     )
     max_mb: float | None = flag(None, "the largest file, in MB", read=positive, metavar="MB")
+    max_mj: float | None = flag(
+        None, "the most energy of processors for an image, in millijoules", read=positive, metavar="MJ"
+    )
+    max_usd: float | None = flag(
+        None,
+        "the highest price of a million images, in USD, by jobs/prices.yaml",
+        read=positive,
+        metavar="USD",
+    )
     max_gflops: float | None = flag(
         None, "the most GFLOPs of a forward pass of one image, 2 per multiply-add", read=positive
     )
@@ -84,10 +93,16 @@ class AnswerFlags:
     places: Places
 
     def __post_init__(self) -> None:
-        if not any((self.max_ms, self.max_mib, self.max_mb, self.max_gflops)):
-            raise UsageError("give a bound: --max-ms, --max-mib, --max-mb or --max-gflops")
+        if not any(self.bounds().values()):
+            raise UsageError(
+                "give a bound: --max-ms, --max-mib, --max-mb, --max-mj, --max-usd or --max-gflops"
+            )
         if (self.set or self.budget_hours) and "/" not in self.sweep:
             raise UsageError("--set and --budget-hours do nothing with a sweep, whose models are trained")
+
+    def bounds(self) -> dict[str, float | None]:
+        """Returns the arguments of `Frontier.answer`."""
+        return {name: value for name, value in vars(self).items() if name.startswith("max_")}
 
     def bound(self) -> float | None:
         """Returns the milliseconds of the calls that a plan times; None if others are bound."""
@@ -200,10 +215,12 @@ def answer(flags: AnswerFlags) -> None:
     bounds.
     """
     from orchestrator import storage
-    from orchestrator.inference.measure import Setting, machine, measure_sweep, measured_rows
+    from orchestrator.costs import ENERGY, USD
+    from orchestrator.inference.measure import Setting, has_energy, machine, measure_sweep, measured_rows
     from orchestrator.inference.points import with_inference
     from orchestrator.runs.sweep_directory import SweepDir
-    from orchestrator.sweeps.build import sweep_frontier
+    from orchestrator.sweeps.budget import CORE, PRICES, core_usd_per_hour
+    from orchestrator.sweeps.build import check_costs_of_use, sweep_frontier
     from orchestrator.sweeps.operating import points_in_files
     from orchestrator.sweeps.publish import publish_and_send
 
@@ -218,45 +235,38 @@ def answer(flags: AnswerFlags) -> None:
     here = [] if flags.again else measured_rows(directory, setting, on=machine())
     points = points_in_files(frontier)
     finished = {point.arm for point in frontier.points if point.status == "finished"} | points.keys()
-    if (flags.max_ms or flags.max_mib or flags.max_mb) and not finished <= {row["arm"] for row in here}:
+    known = {row["arm"] for row in here if not flags.max_mj or has_energy(row)}
+    measured = any(most for name, most in flags.bounds().items() if name != "max_gflops")
+    if flags.max_usd:
+        check_costs_of_use([USD])
+    if measured and not finished <= known:
+        if flags.max_mj:
+            check_costs_of_use([ENERGY])
         say = lambda line: print(line, flush=True, file=sys.stderr if flags.json else sys.stdout)  # noqa: E731
         here = measure_sweep(directory, [setting], points=points, say=say)
         if missing := publish_and_send(directory, flags.places.open_store)[1]:
             say(missing)
-    found = with_inference(frontier, here).answer(
-        max_ms=flags.max_ms, max_mib=flags.max_mib, max_mb=flags.max_mb, max_gflops=flags.max_gflops
-    )
+    priced = with_inference(frontier, here, usd_per_hour=core_usd_per_hour())
+    found = priced.answer(**flags.bounds())
     if flags.json:
         print(json.dumps(as_json(found, setting, here), indent=1))
     else:
         print(f"{setting}; {machine()}" if here else "computed costs, which no machine changes")
         print(found)
-        if found.best and (usd := money(here).get(found.best.arm)):
+        if here and found.best and (usd := found.best.costs.get(USD)) and not flags.max_usd:
             arm = found.best.arm
-            print(f"A million images cost {usd:.2g} USD with {arm}, by the CPU-core of {PRICES.name}.")
+            print(f"A million images cost {usd:.2g} USD with {arm}, by the {CORE} of {Path(PRICES).name}.")
     if found.best and out:
         write(found.best, directory, out, to=sys.stderr if flags.json else sys.stdout)
     if not found.best:
         sys.exit(1)
 
 
-def money(rows: Iterable[MeasuredRow]) -> dict[str, float]:
-    """Returns for each measured arm the price of a million images, at the median time of its calls, each
-    thread of which takes a core of the price table.
-    """
-    from orchestrator.sweeps.budget import load_prices
-
-    core = load_prices(str(PRICES)).get("CPU-core")
-    per_ms = core.usd_per_hour / 3.6e6 if core else math.nan
-    return {
-        row["arm"]: 1e6 * per_ms * row["threads"] * row["p50"] / row["batch"] for row in rows if per_ms > 0
-    }
-
-
 def as_json(found: Answer, setting: Any, rows: Any) -> dict[str, Any]:
     """Returns the answer for programs; costs have their upper ends."""
     from dataclasses import asdict
 
+    from orchestrator.costs import USD
     from orchestrator.frontier.answer import upper
     from orchestrator.inference.measure import machine
 
@@ -269,10 +279,8 @@ def as_json(found: Answer, setting: Any, rows: Any) -> dict[str, Any]:
             found.quality_name: point.quality,
             "standard_error": None if math.isnan(point.standard_error) else point.standard_error,
             "costs": {n: [point.costs[n], upper(point, n)] for n in found.bounds if n in point.costs},
-            "usd_per_million_images": usd.get(point.arm),
+            "usd_per_million_images": point.costs.get(USD) if rows else None,
         }
-
-    usd = money(rows)
 
     return {
         "bounds": dict(found.bounds),

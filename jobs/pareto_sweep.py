@@ -56,7 +56,6 @@ SWEEPS = ("quickstart", "study", "modern", "upcycle", *offered("SWEEPS"))
 SCALES = ("tiny", "cifar", *offered("SCALES"))
 PLAN_MFU = 0.3
 TRIALS = 20
-PRICES = Path(__file__).with_name("prices.yaml")
 
 
 def sweep_name(text: str) -> str:
@@ -150,7 +149,7 @@ class SweepFlags:
         None, f"fraction of the device's peak that training reaches; default of --plan: {PLAN_MFU}"
     )
     device: str | None = flag(None, "kind in the price table; default: CPU-core, with GPUs H100-80")
-    prices: str | None = flag(None, "price table; default: jobs/prices.yaml")
+    prices: str | None = flag(None, "price table of --plan and --budget-usd; default: jobs/prices.yaml")
     budget_hours: float | None = flag(
         None, "device-hours; trials that do not fit are not started", read=positive
     )
@@ -273,11 +272,11 @@ class SweepFlags:
 
     def priced(self, sweep: Sweep) -> tuple[str, Device]:
         """The kind and the entry of the device in the price table."""
-        from orchestrator.sweeps.budget import load_prices
+        from orchestrator.sweeps.budget import CORE, PRICES, load_prices
 
-        prices = self.prices or str(PRICES)
+        prices = self.prices or PRICES
         devices = load_prices(prices)
-        kind = self.device or ("H100-80" if sweep.base.scale.use_gpu else "CPU-core")
+        kind = self.device or ("H100-80" if sweep.base.scale.use_gpu else CORE)
         if kind not in devices:
             raise UsageError(f"--device {kind!r} is not in {prices}: {', '.join(devices)}")
         return kind, devices[kind]
@@ -433,15 +432,17 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
 
 def print_frontier(frontier: Frontier) -> None:
     from orchestrator.frontier.claims import check_claim
-    from orchestrator.frontier.figure import SIZE_TITLE
+    from orchestrator.frontier.figure import SIZE_TITLE, cost_text
     from orchestrator.frontier.points import IN_BITS
+    from orchestrator.units import unit_of
 
     listed = sorted(zip(frontier.all_points, frontier.statuses(), strict=True), key=lambda each: each[0].cost)
     doubt = {"frontier, knee": f" ({frontier.doubt})" if frontier.doubt else ""}
     several = any(point.together > 1 for point in frontier.all_points)
+    unit = unit_of(frontier.cost_name, [point.cost for point in frontier.all_points])
     rows = [
         (
-            *(p.arm, p.quality_text, f"{p.cost:.3g}", f"{p.size:g}"),
+            *(p.arm, p.quality_text, cost_text(p, frontier.cost_name, unit.size), f"{p.size:g}"),
             *([str(p.together)] if several else []),
             status + doubt.get(status, ""),
         )
@@ -449,7 +450,7 @@ def print_frontier(frontier: Frontier) -> None:
     ]
     size = "slots/token" if frontier.size_title == SIZE_TITLE else frontier.size_title
     name = IN_BITS.get(frontier.quality_name, frontier.quality_name)
-    columns = ("arm", name, frontier.cost_name, size, *(["images together"] if several else []), "status")
+    columns = ("arm", name, unit.title, size, *(["images together"] if several else []), "status")
     title = f"{frontier.name}: {frontier.subtitle} Hypervolume {frontier.hypervolume:.4f}."
     print_table(columns, rows, title=title, left=len(columns))
     for line in frontier.verdict:

@@ -194,9 +194,9 @@ def serve(flags: ReportFlags) -> None:
 def report_published(flags: ReportFlags, name: str) -> None:
     """Writes page and pictures of what a paper printed, below the storage unless --out says where."""
     from orchestrator import storage
-    from orchestrator.frontier.figure import axis_title
     from orchestrator.frontier.published import DRAWABLE, published_frontier
     from orchestrator.sweeps.publish import FILES
+    from orchestrator.units import axis_title
 
     if name == "help":
         rows = [(known, source, *map(axis_title, axes)) for known, (source, *axes) in DRAWABLE.items()]

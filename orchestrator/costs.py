@@ -25,6 +25,7 @@ TRAIN_FLOPS = "cost/train_flops_6mac"
 FORWARD = "cost/forward_gflops_2mac"
 PARAMS = "cost/params"
 MS, MS_P95 = "infer/ms", "infer/ms_p95"
+ENERGY, USD = "infer/energy_mj", "infer/usd_per_million"
 TIMES = "\N{MULTIPLICATION SIGN}"
 _per_model = lru_cache(maxsize=1024)  # of models whose costs were asked for last
 
@@ -240,6 +241,28 @@ class FileSize(Cost):
     unit: ClassVar = "MB"
     meaning: ClassVar = "size of the handed-over file"
     title: ClassVar = "Size of the file (MB)"
+    drawn: ClassVar = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceEnergy(Cost):
+    kind: Literal["infer/energy_mj"] = "infer/energy_mj"
+    unit: ClassVar = "mJ"
+    meaning: ClassVar = (
+        "median energy of the processors per image, idle cores included, where the system shows it; quartiles"
+    )
+    title: ClassVar = "Energy of one image (mJ)"
+    drawn: ClassVar = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceMoney(Cost):
+    kind: Literal["infer/usd_per_million"] = "infer/usd_per_million"
+    unit: ClassVar = "USD"
+    meaning: ClassVar = (
+        "price of a million images: the median time, each thread a CPU-core of jobs/prices.yaml"
+    )
+    title: ClassVar = "A million images (USD)"
     drawn: ClassVar = False
 
 

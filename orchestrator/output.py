@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 IN_BITS = {"val/likelihood": "val/bits_per_byte"}  # qualities that readers know by another metric
+UNKNOWN = "\N{EN DASH}"  # in place of a number
 
 
 class UnfailingOutput:

@@ -56,6 +56,7 @@ orchestrator.config: moe orchestrator.costs orchestrator.data.augment orchestrat
     orchestrator.tasks
 orchestrator.names:
 orchestrator.output:
+orchestrator.units: moe.guests orchestrator.costs orchestrator.output
 orchestrator.optimizers: moe.config moe.experts moe.model moe.parallel orchestrator.optimizers
 orchestrator.schedules: moe.config
 orchestrator.plugins: moe.config moe.guests orchestrator.storage
@@ -94,6 +95,8 @@ orchestrator.packing.labels: moe.config.did_you_mean
 orchestrator.packing.splits:
 orchestrator.packing.samples: orchestrator.data.images orchestrator.data.index orchestrator.data.manifest
     orchestrator.packing.labels orchestrator.packing.splits
+orchestrator.checkpoint.card: moe orchestrator.checkpoint.files orchestrator.codec orchestrator.config
+    orchestrator.costs orchestrator.data orchestrator.units
 orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
     orchestrator.data orchestrator.names orchestrator.plugins orchestrator.records orchestrator.storage
     orchestrator.tasks orchestrator.threads
@@ -112,23 +115,26 @@ orchestrator.runs.notice:
 orchestrator.estimate: moe orchestrator.checkpoint.manifest orchestrator.config
 orchestrator.training.cleaner:
 orchestrator.training.heartbeat:
-orchestrator.frontier: orchestrator.costs orchestrator.frontier
+orchestrator.frontier: orchestrator.costs orchestrator.frontier orchestrator.units
 orchestrator.frontier.pareto:
 orchestrator.frontier.points: moe.model orchestrator.frontier.pareto orchestrator.output
-orchestrator.frontier.tables: orchestrator.costs orchestrator.frontier.figure
-    orchestrator.frontier.frontier orchestrator.frontier.points orchestrator.output
+orchestrator.frontier.tables: orchestrator.costs orchestrator.frontier.frontier
+    orchestrator.frontier.points orchestrator.units orchestrator.output
 orchestrator.frontier.paired: orchestrator.frontier.points
 orchestrator.frontier.claims: orchestrator.frontier.paired orchestrator.frontier.points
-orchestrator.frontier.figure: moe.guests orchestrator.costs orchestrator.frontier.points orchestrator.output
-orchestrator.frontier.drawing: orchestrator.frontier.figure
+orchestrator.frontier.figure: orchestrator.costs orchestrator.frontier.points orchestrator.units
+    orchestrator.output
+orchestrator.frontier.drawing: orchestrator.frontier.figure orchestrator.units
 orchestrator.frontier.published: moe.guests orchestrator.frontier
-orchestrator.frontier.answer: orchestrator.costs orchestrator.frontier.figure orchestrator.frontier.points
+orchestrator.frontier.answer: orchestrator.costs orchestrator.frontier.points orchestrator.units
     orchestrator.output
 orchestrator.inference: moe.codec moe.model moe.overrides orchestrator.checkpoint orchestrator.config
     orchestrator.costs orchestrator.inference orchestrator.plugins orchestrator.runs
 orchestrator.inference.timing:
 orchestrator.inference.reader:
-orchestrator.inference.clock: moe.exported orchestrator.inference.timing orchestrator.plugins
+orchestrator.inference.energy:
+orchestrator.inference.clock: moe.exported orchestrator.inference.energy orchestrator.inference.timing
+    orchestrator.plugins
 orchestrator.inference.points: orchestrator.costs orchestrator.frontier orchestrator.inference.measure
 orchestrator.sweeps: moe orchestrator
 orchestrator.planning: moe orchestrator

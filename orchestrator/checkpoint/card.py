@@ -14,9 +14,11 @@ from moe.signature import Signature
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.codec import to_dict
 from orchestrator.config import DataConfig, RunConfig
+from orchestrator.costs import FORWARD, TRAIN_FLOPS
 from orchestrator.data.images import resized_side
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
+from orchestrator.units import amount
 
 CARD, PREPROCESSOR = "README.md", "preprocessor_config.json"
 TRAINED_GROUP = "trained_images_per_group"  # in the metadata of a model that routes fewer images together
@@ -59,7 +61,7 @@ def model_card(
         source: where the initial weights come from, as an import notes it.
     """
     model, train = run.model, run.train
-    moe = model.moe
+    moe, training = model.moe, train_flops_6mac(model, train.steps * run.data.batch_size)
     parts = {
         "Data": _data(run),
         "Recipe": [
@@ -69,8 +71,8 @@ def model_card(
         "Results": _results(run, metrics, metadata),
         "Cost": [
             f"- {num_params(model):,} parameters, {round(num_active_params(model)):,} of them per token",
-            f"- {forward_gflops_2mac(model):.4g} GFLOP per image (a multiply-add is two)",
-            f"- training: {train_flops_6mac(model, train.steps * run.data.batch_size):.3g} FLOP",
+            f"- {amount(FORWARD, forward_gflops_2mac(model))} per image (a multiply-add is two)",
+            f"- training: {amount(TRAIN_FLOPS, training)} (six)",
         ],
         "Routing": [
             f"{moe.num_experts} experts in blocks {', '.join(map(str, model.moe_blocks()))};"

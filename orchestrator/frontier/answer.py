@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import stdtrit
 
-from orchestrator.costs import FORWARD, MS_P95
+from orchestrator.costs import ENERGY, FORWARD, MS_P95, USD
 from orchestrator.errors import UsageError
-from orchestrator.frontier.figure import amount, axis_title, number, unit_of
 from orchestrator.frontier.points import (
     OPERATING_POINT,
     Point,
@@ -27,6 +26,7 @@ from orchestrator.frontier.points import (
     quartiles,
 )
 from orchestrator.output import IN_BITS
+from orchestrator.units import amount, axis_title, number, unit_of
 
 CONFIDENCE = 0.95
 MOST_NAMED = 4  # arms of a sentence
@@ -201,6 +201,8 @@ _WHAT = {
     "infer/batch_ms_per_image": "an image of a batch",
     "infer/memory_mib": "peak memory",
     "infer/file_mb": "size of the file",
+    ENERGY: "energy of an image",
+    USD: "a million images",
     FORWARD: "forward pass of an image",
 }
 

@@ -18,7 +18,8 @@ from matplotlib.legend import Legend
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
-from orchestrator.frontier.figure import FADED, ROLES, Json, marker_px, number
+from orchestrator.frontier.figure import FADED, ROLES, Json, marker_px
+from orchestrator.units import number
 
 INK, MUTED, GRID, EDGE = "#1d2430", "#5b6675", "#e9ecf0", "#b8c0ca"
 # Okabe and Ito's colours and lighter ones, distinct in the common colour vision deficiencies.

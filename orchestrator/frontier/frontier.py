@@ -10,11 +10,11 @@ from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
 
-from orchestrator.costs import FORWARD, MS_P95, TIMES
+from orchestrator.costs import ENERGY, FORWARD, MS_P95, TIMES, USD
 from orchestrator.errors import UsageError
 from orchestrator.frontier.answer import Answer, answer, upper, verdict
 from orchestrator.frontier.drawing import frontier_picture
-from orchestrator.frontier.figure import SIZE_TITLE, Json, axis_title, frontier_plot
+from orchestrator.frontier.figure import SIZE_TITLE, Json, frontier_plot
 from orchestrator.frontier.points import (
     TOGETHER,
     Point,
@@ -25,9 +25,10 @@ from orchestrator.frontier.points import (
     knee_point,
     on_front,
 )
+from orchestrator.units import axis_title
 
 UNDECIDED = "one seed, not decided"
-BOUNDS = (MS_P95, "infer/batch_ms_per_image", "infer/memory_mib", "infer/file_mb", FORWARD)
+BOUNDS = (MS_P95, "infer/batch_ms_per_image", "infer/memory_mib", "infer/file_mb", ENERGY, USD, FORWARD)
 _ROUNDING = 1e-9  # relative difference of two equal hypervolumes
 
 
@@ -234,16 +235,20 @@ class Frontier:
         max_batch_ms: float | None = None,
         max_mib: float | None = None,
         max_mb: float | None = None,
+        max_mj: float | None = None,
+        max_usd: float | None = None,
         max_gflops: float | None = None,
     ) -> Answer:
         """Returns the best model within bounds, as `jobs/answer.py` prints it: on the 95th percentile of the
-        time of one image, its time in a batch, peak memory, size of the file, forward GFLOPs. Operating
-        points of which these costs are known are among them, if a file can be written.
+        time of one image, its time in a batch, peak memory, size of the file, millijoules of an image, USD of
+        a million images, forward GFLOPs. Operating points of which these costs are known are among them, if a
+        file can be written.
 
         Raises:
             UsageError: without bounds, or if a cost that has one was not measured.
         """
-        given = dict(zip(BOUNDS, (max_ms, max_batch_ms, max_mib, max_mb, max_gflops), strict=True))
+        asked = (max_ms, max_batch_ms, max_mib, max_mb, max_mj, max_usd, max_gflops)
+        given = dict(zip(BOUNDS, asked, strict=True))
         bounds = {name: most for name, most in given.items() if most is not None}
         for name in bounds:
             if not any(name in point.costs for point in self.points):

@@ -27,17 +27,19 @@ function draw() {
   const style = getComputedStyle(document.documentElement);
   const printing = document.documentElement.classList.contains("print");  // plotly would resize too late
   const colour = name => style.getPropertyValue(name).trim();
-  const axis = { gridcolor: colour("--grid"), linecolor: colour("--line"), tickcolor: colour("--line") };
+  const lines = { gridcolor: colour("--grid"), linecolor: colour("--line"), tickcolor: colour("--line") };
   const ink = { color: colour("--ink") }, clear = "rgba(0,0,0,0)";
-  plots.forEach(({ data, layout }, i) => {
+  const axis = filters.querySelector("select");  // the first plot is the reader's choice
+  document.querySelectorAll(".plot").forEach((plot, i) => {
+    const { data, layout } = plots[i || axis?.value || 0];
     const traces = data.map(trace =>
       ({ ...trace, visible: shown(trace.meta), ...(trace.hovertext && { hoverinfo: "none" }),
         ...(trace.text && i && { mode: "lines" }) }));  // small plots have no room for labels
-    const plot = document.getElementById("plot" + i), first = !plot.on;
+    const first = !plot.on;
     const sheet = { width: plot.clientWidth, height: plot.clientHeight };
     const themed = { ...layout, ...(printing && sheet),
       title: undefined, showlegend: false, paper_bgcolor: clear, plot_bgcolor: clear,
-      xaxis: { ...layout.xaxis, ...axis, ...(i && layout.xaxis.nticks && { nticks: 3 }) }, yaxis: { ...layout.yaxis, ...axis }, font: { ...layout.font, ...ink },
+      xaxis: { ...layout.xaxis, ...lines, ...(i && layout.xaxis.nticks && { nticks: 3 }) }, yaxis: { ...layout.yaxis, ...lines }, font: { ...layout.font, ...ink },
       hoverlabel: { ...layout.hoverlabel, bgcolor: colour("--paper"), bordercolor: colour("--muted"), font: ink },
       modebar: { color: colour("--muted"), activecolor: colour("--accent"), bgcolor: clear },
       margin: { l: 70, r: 24, t: 30, b: 48 } };

@@ -20,14 +20,15 @@ from orchestrator.frontier.answer import errors_of, upper
 from orchestrator.frontier.claims import check_claim
 from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.frontier.points import SPACE, Point, hypervolume_by_budget, is_complete
+from orchestrator.units import Unit, amount, axis_title, number, unit_of
 
 _FILTERS = (
-    figure.amount,
-    figure.axis_title,
+    amount,
+    axis_title,
     figure.facts,
     figure.family_label,
     figure.marker_px,
-    figure.number,
+    number,
     figure.web_link,
 )
 
@@ -46,9 +47,12 @@ def frontier_page(frontier: Frontier) -> str:
         plots.append(figure.budget_plot(curve))
     present = [meta["role"] for meta in drawn] + [status.split(",")[0] for status in frontier.statuses()]
     known = [role for role in figure.ROLES if role in present]
-    units = [figure.unit_of(panel.cost_name, [p.cost for p in panel.all_points]) for panel in panels]
-    titles = [figure.axis_title(frontier.quality_name), *(unit.title for unit in units)]
+    units = [unit_of(panel.cost_name, [p.cost for p in panel.all_points]) for panel in panels]
+    titles = [axis_title(frontier.quality_name), *(unit.title for unit in units)]
     bounds = _bounds(frontier)
+    others = [name for name in bounds if name not in {panel.cost_name for panel in panels}]
+    axes = [*enumerate(unit.title for unit in units)]
+    axes += [*enumerate((bounds[name].title for name in others), len(plots))]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters.update({function.__name__: function for function in _FILTERS})
@@ -61,6 +65,8 @@ def frontier_page(frontier: Frontier) -> str:
             role: figure.ROLES.get(role, (role.capitalize(), "")) for role in dict.fromkeys(known + present)
         },
         plots=plots,
+        further=[frontier.at_cost(name).plot() for name in others],
+        axes=axes,
         sizes=plots[0]["layout"]["meta"]["sizes"],
         gains=gains(frontier),
         verdicts=[check_claim(claim, frontier.points) for claim in frontier.claims],
@@ -82,16 +88,17 @@ def frontier_page(frontier: Frontier) -> str:
     )
 
 
-def _bounds(frontier: Frontier) -> dict[str, figure.Unit]:
+def _bounds(frontier: Frontier) -> dict[str, Unit]:
     """The costs that all finished points have, what a model takes to use first, and how they are shown."""
     points = [point for point in frontier.points if is_complete(point)]
-    names = [name for name, cost in known_costs().items() if cost.drawn or name == frontier.cost_name]
+    of_use = [name for name in known_costs() if name.startswith("infer/")]
+    others = [name for name, cost in known_costs().items() if cost.drawn or name == frontier.cost_name]
+    names = dict.fromkeys((*of_use, *others))
     shared = [name for name in names if points and all(upper(p, name) < math.inf for p in points)]
-    shared.sort(key=lambda name: not name.startswith("infer/"))
-    return {name: figure.unit_of(name, [upper(p, name) for p in points]) for name in shared}
+    return {name: unit_of(name, [upper(p, name) for p in points]) for name in shared}
 
 
-def _choices(frontier: Frontier, bounds: Mapping[str, figure.Unit]) -> dict[str, Any]:
+def _choices(frontier: Frontier, bounds: Mapping[str, Unit]) -> dict[str, Any]:
     """What the page needs to name the best arm within a bound, as `answer.answer` does: of each finished arm
     its quality, error and the upper ends of its costs; and Student's t by the number of arms within.
     """
@@ -130,7 +137,7 @@ def _together(frontier: Frontier) -> tuple[str, ...]:
 
 
 def _rows(
-    panels: Sequence[Frontier], units: Sequence[figure.Unit]
+    panels: Sequence[Frontier], units: Sequence[Unit]
 ) -> Iterator[tuple[Point, str, str, Sequence[tuple[float | str, str]]]]:
     """Yields point, role, status, and the numbers: a key to sort by, empty if unknown, and a text."""
     columns = [
@@ -139,7 +146,7 @@ def _rows(
     ]
     points = panels[0].all_points
     columns.insert(0, [(point.quality, point.quality_text) for point in points])
-    columns.append([(point.size, figure.number(point.size)) for point in points])
+    columns.append([(point.size, number(point.size)) for point in points])
     columns += [[(point.together, str(point.together)) for point in points] for _ in _together(panels[0])]
     for point, status, *numbers in zip(points, panels[0].statuses(), *columns, strict=True):
         keyed = [(value if math.isfinite(value) else "", text) for value, text in numbers]

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from orchestrator.errors import UsageError
 from orchestrator.frontier.pareto import hypervolume_2d, knee, pareto_front
-from orchestrator.output import IN_BITS
+from orchestrator.output import IN_BITS, UNKNOWN
 
 if TYPE_CHECKING:
     from moe.model import Model
 
-UNKNOWN = "\N{EN DASH}"
 OPERATING_POINT = "operating point"  # the setting that names it
 IN_CONFIG = {"k", "capacity", "priority", "images_per_group"}  # settings of operating points that files hold
 TOGETHER = "images_per_group"  # the setting of `Point.together`

@@ -3,14 +3,15 @@
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from orchestrator.costs import TIMES
 from orchestrator.errors import UsageError
-from orchestrator.frontier.figure import axis_title, unit_of
 from orchestrator.frontier.frontier import Frontier
-from orchestrator.frontier.points import as_shown
+from orchestrator.frontier.points import Point, as_shown, quartiles
 from orchestrator.output import IN_BITS
+from orchestrator.units import axis_title, unit_of
 
 _SPECIAL = str.maketrans(
     {char: f"\\{char}" for char in "&%$#_{}"}
@@ -46,7 +47,10 @@ def latex(frontier: Frontier, columns: Sequence[str] = ()) -> str:
         if metric.endswith("_frac"):
             table[unit.title.removesuffix(" frac") + " (%)"] = [with_error(100 * x, math.nan) for x in values]
         else:
-            table[unit.title] = [_number(value / unit.size) for value in values]
+            table[unit.title] = [
+                _measured(replace(point, cost=value), metric, unit.size)
+                for value, point in zip(values, points, strict=True)
+            ]
     whole = (title.replace(f" {TIMES} ", f"\xa0{TIMES}\xa0") for title in table)  # a product stays in a line
     titles = [textwrap.wrap(title, _WIDEST)[::-1] for title in whole]
     head = [*zip_longest(*titles, fillvalue="")][::-1]  # a short title stands below
@@ -59,7 +63,7 @@ def latex(frontier: Frontier, columns: Sequence[str] = ()) -> str:
         for name, quality in frontier.baselines.items()
     ]
     lines = [
-        f"% {_escaped(frontier.subtitle)} Bold: on the frontier.",
+        f"% {_escaped(frontier.subtitle)} Bold: on the frontier. Brackets: quartiles.",
         rf"\begin{{tabular}}{{@{{}}l{'r' * (len(table) - 1)}@{{}}}}",
         r"\toprule",
         *(_row(map(_escaped, each)) for each in head),
@@ -98,6 +102,13 @@ def with_error(value: float, error: float) -> str:
     place = math.floor(math.log10(error))
     digits = max(1, -place + (error / 10**place < 2))
     return rf"${value:.{digits}f} \pm {error:.{digits}f}$"
+
+
+def _measured(point: Point, metric: str, size: float) -> str:
+    """Returns the cost of a point, with its quartiles in brackets if it was measured."""
+    low, high = quartiles(point, metric)
+    ends = f" ({_number(low / size)}--{_number(high / size)})" if low < high else ""
+    return _number(point.cost / size) + ends
 
 
 def _number(value: float) -> str:

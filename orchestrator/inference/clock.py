@@ -9,10 +9,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from orchestrator.errors import UsageError
+from orchestrator.inference.energy import energy_meter
 from orchestrator.inference.timing import in_turns
 
 Runtime = Literal["onnx", "torch"]
@@ -20,7 +23,7 @@ Runtime = Literal["onnx", "torch"]
 
 class ClockJob(TypedDict):
     """Files of models, and how they are called: on a batch of images with so many pixels per side. `plugins`:
-    those that the models need -> their texts.
+    those that the models need -> their texts. `powercap`: where Linux shows the energy of processors.
     """
 
     runtime: Runtime
@@ -30,6 +33,7 @@ class ClockJob(TypedDict):
     sides: list[int]
     plugins: dict[str, str]
     at_most_s: float
+    powercap: str
 
 
 def timed(job: ClockJob) -> Iterator[dict[str, Any]]:
@@ -42,8 +46,12 @@ def timed(job: ClockJob) -> Iterator[dict[str, Any]]:
         for file, side in zip(job["files"], job["sides"], strict=True)
     ]
     yield {"memory_mib": [_peak_mib(call) for call in calls]}
-    for found in in_turns([call() for call in calls], at_most_s=job["at_most_s"]):
-        yield {"ms": found.ms, "reference_ms": found.reference_ms, "foreign": found.foreign}
+    try:
+        meter = energy_meter(job["powercap"])
+    except UsageError:
+        meter = None
+    for found in in_turns([call() for call in calls], at_most_s=job["at_most_s"], meter=meter):
+        yield asdict(found)
 
 
 def _images(batch: int, side: int) -> np.ndarray:

@@ -27,6 +27,7 @@ from orchestrator.checkpoint.weights import export, write_export
 from orchestrator.config import RunConfig
 from orchestrator.costs import FORWARD, computed
 from orchestrator.errors import UsageError
+from orchestrator.inference import energy
 from orchestrator.inference.clock import ClockJob, Runtime
 from orchestrator.inference.timing import (
     FEWEST_CALLS,
@@ -34,6 +35,7 @@ from orchestrator.inference.timing import (
     FOREIGN,
     WARM_UP,
     Round,
+    energies,
     is_disturbed,
     quiet_rounds,
     times,
@@ -44,6 +46,7 @@ from orchestrator.runs.sweep_directory import SweepDir
 
 SOURCES = str(Path(__file__).parents[2])
 GFLOPS_PER_S = 20.0  # about what a thread computes, to plan by
+ENERGIES = ("mj", "mj_q25", "mj_q75")  # columns of rows, where the system says it
 TABLE, ROUNDS_TABLE = "inference.json", "inference_rounds.json"
 
 MeasuredRow = Mapping[str, Any]
@@ -155,12 +158,22 @@ def estimated_s(arms: Iterable[RunConfig]) -> float:
     return 45.0 + 8.0 * len(known) / (os.cpu_count() or 1) + calls_s
 
 
-def complete_measurement(directory: str, *, say: Say) -> None:
-    """Measures a sweep at the default settings at which a finished arm has no row from this machine yet."""
+def complete_measurement(directory: str, *, with_energy: bool = False, say: Say) -> None:
+    """Measures a sweep at the default settings at which a finished arm has no row from this machine yet, or,
+    with `with_energy`, one without its energy.
+    """
     finished = typical_models(directory).keys()
-    known = {s: {row["arm"] for row in measured_rows(directory, s, on=machine())} for s in DEFAULTS}
+    found = {setting: measured_rows(directory, setting, on=machine()) for setting in DEFAULTS}
+    known = {
+        s: {row["arm"] for row in rows if not with_energy or has_energy(row)} for s, rows in found.items()
+    }
     if missing := [setting for setting, arms in known.items() if not finished <= arms]:
         measure_sweep(directory, missing, say=say)
+
+
+def has_energy(row: MeasuredRow) -> bool:
+    """Whether energy was read for a row, or its model could not be written."""
+    return bool(row["why_not"]) or math.isfinite(row.get(ENERGIES[0], math.nan))
 
 
 def typical_models(directory: str) -> dict[str, ModelRef]:
@@ -274,9 +287,10 @@ def run_clock(
         "sides": [model.run.model.image_side() for model in models.values()],
         "plugins": _plugins(models),
         "at_most_s": at_most_s,
+        "powercap": energy.POWERCAP,
     }
     first, *lines = _in_process("clock", job, **_threads(setting.threads))
-    rounds = [Round(**line | {"ms": tuple(map(tuple, line["ms"]))}) for line in lines]
+    rounds = [Round(**line | {"ms": (*map(tuple, line["ms"]),), "mj": (*line["mj"],)}) for line in lines]
     return rounds, first["memory_mib"]
 
 
@@ -289,13 +303,15 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     quiet = quiet_rounds(rounds)
     usual = median(each.reference_ms for each in rounds)
-    for (arm, file), found, mib in zip(files.items(), times(rounds), memory, strict=True):
+    known = energies(rounds) or [()] * len(files)
+    for (arm, file), found, mib, mj in zip(files.items(), times(rounds), memory, known, strict=True):
         yield {
             "arm": arm,
             "model": models[arm].name,
             **asdict(setting),
             "precision": "float32",
             **asdict(found),
+            **dict(zip(ENERGIES, mj, strict=False)),
             "memory_mib": mib,
             "file_mb": sum(path.stat().st_size for path in Path(file).parent.glob(f"{Path(file).name}*"))
             / 1e6,
@@ -351,4 +367,5 @@ def _is(row: MeasuredRow, setting: Setting) -> bool:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in rows[0]}
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name, math.nan) for row in rows] for name in names}

@@ -19,6 +19,7 @@ WARM_UP = 3  # calls before those that are timed, whenever a function has its tu
 ROUND_S = 0.3  # a round lasts at least so long: processor time is counted in hundredths of a second
 ROUNDS, FEWEST_ROUNDS = 20, 10
 FEWEST_CALLS, MOST_CALLS = 5, 100  # of a function in a round
+ENERGY_S = 0.01  # a function is called for so long to read its energy: counters rise once in a millisecond
 FOREIGN = 0.25  # processors that others use, from which a round is disturbed
 SLOWER = 1.25  # the reference, as a multiple of its median, from which a round is disturbed
 BLOCKS = 5  # parts of the rounds, of which each has a 95th percentile
@@ -33,11 +34,13 @@ class Round:
         ms: of each function in the order in which they were given, the time of each call.
         reference_ms: time of the fixed product of matrices, beside them.
         foreign: processors that other work used meanwhile; NaN: the system does not say it.
+        mj: of each function, the millijoules of a call; empty: the system does not say it.
     """
 
     ms: tuple[tuple[float, ...], ...]
     reference_ms: float
     foreign: float
+    mj: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +60,14 @@ class Times:
 
 
 def in_turns(
-    functions: Sequence[Callable[[], object]], *, at_most_s: float = 60.0, seed: int = 0
+    functions: Sequence[Callable[[], object]],
+    *,
+    at_most_s: float = 60.0,
+    seed: int = 0,
+    meter: Callable[[], float] | None = None,
 ) -> Iterator[Round]:
     """Yields rounds until `ROUNDS` of them were quiet, or twice as many are over, or the time is, but not
-    before `FEWEST_ROUNDS`.
+    before `FEWEST_ROUNDS`. `meter` reads the joules that were used since it was read last.
     """
     began, order, rng = time.monotonic(), [*range(len(functions))], random.Random(seed)
     once = sum(_calls(function, 1)[0] for function in functions) / 1000
@@ -70,14 +77,19 @@ def in_turns(
         if quiet == ROUNDS or (number >= FEWEST_ROUNDS and time.monotonic() - began > at_most_s):
             return
         rng.shuffle(order)
-        before, ms = _busy(), dict[int, tuple[float, ...]]()
+        before, ms, mj = _busy(), dict[int, tuple[float, ...]](), dict[int, float]()
         for index in order:
             ms[index] = _calls(functions[index], calls)
+            if meter:
+                mj[index] = _millijoules(functions[index], meter)
         reference = _reference_ms()
         after = _busy()
         foreign = (after[1] - before[1]) / (after[0] - before[0])
         found = Round(
-            ms=tuple(ms[index] for index in range(len(functions))), reference_ms=reference, foreign=foreign
+            ms=tuple(ms[index] for index in range(len(functions))),
+            reference_ms=reference,
+            foreign=foreign,
+            mj=tuple(mj[index] for index in sorted(mj)),
         )
         references.append(reference)
         quiet += not is_disturbed(found, median(references))
@@ -111,6 +123,14 @@ def times(rounds: Sequence[Round]) -> list[Times]:
     return found
 
 
+def energies(rounds: Sequence[Round]) -> list[tuple[float, float, float]]:
+    """Returns the millijoules of a call of each function over the same rounds: median, lower and upper
+    quartile. Empty where they were not read.
+    """
+    by_function = zip(*(each.mj for each in quiet_rounds(rounds)), strict=True)
+    return [tuple(np.percentile(mj, [50, 25, 75]).tolist()) for mj in by_function]
+
+
 def _calls(function: Callable[[], object], count: int) -> tuple[float, ...]:
     for _ in range(WARM_UP):
         function()
@@ -120,6 +140,15 @@ def _calls(function: Callable[[], object], count: int) -> tuple[float, ...]:
         function()
         found.append((time.perf_counter_ns() - began) / 1e6)
     return tuple(found)
+
+
+def _millijoules(function: Callable[[], object], meter: Callable[[], float]) -> float:
+    meter()
+    until, calls = time.perf_counter() + ENERGY_S, 0
+    while not calls or time.perf_counter() < until:
+        function()
+        calls += 1
+    return 1000 * meter() / calls
 
 
 _MATRIX = np.random.default_rng(0).standard_normal((192, 192), dtype=np.float32) / 14

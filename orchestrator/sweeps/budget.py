@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import yaml
@@ -18,6 +19,8 @@ from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps.queue import Job, Outcome, TrialState
 from orchestrator.sweeps.spending import OthersSpending, month_of, months_of
 
+PRICES = str(Path(__file__).parents[2] / "jobs" / "prices.yaml")  # for users to edit
+CORE = "CPU-core"  # the kind of device that a thread of inference takes
 SAVE_EVERY_S = 30.0
 MORE = "Run again with a larger `hours` or `usd` to continue"
 NEAREST = 8  # ended jobs of similar size that an estimate is fitted to
@@ -55,6 +58,14 @@ def load_prices(path: str) -> dict[str, Device]:
     if not isinstance(table, Mapping) or not table:
         raise UsageError(f"{path} holds no devices: write `H100-80: {{usd_per_hour: 7, peak_tflops: 989}}`")
     return {str(kind): _device(f"{path}: {kind}", entry) for kind, entry in table.items()}
+
+
+def core_usd_per_hour() -> float:
+    """Returns the price of a CPU core in `PRICES`; NaN if it has none above 0. Raises UsageError for a table
+    that cannot be read.
+    """
+    core = load_prices(PRICES).get(CORE)
+    return core.usd_per_hour if core and core.usd_per_hour else math.nan
 
 
 def _device(where: str, entry: object) -> Device:

@@ -11,13 +11,14 @@ from moe.model import Model
 from orchestrator import storage
 from orchestrator.checkpoint.models import load_checkpoint
 from orchestrator.config import RunConfig
-from orchestrator.costs import computed, known_costs
+from orchestrator.costs import ENERGY, USD, computed, known_costs
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.estimate import branch_step
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, Status
 from orchestrator.frontier.published import papers_metric, published
+from orchestrator.inference import energy
 from orchestrator.inference.measure import A_BATCH, ONE_IMAGE, measured_rows
 from orchestrator.inference.points import with_inference
 from orchestrator.records import read_run
@@ -25,6 +26,7 @@ from orchestrator.runs.measurements import measurements
 from orchestrator.runs.run_directory import Result
 from orchestrator.runs.state import directory_state
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
+from orchestrator.sweeps.budget import CORE, PRICES, core_usd_per_hour
 from orchestrator.sweeps.operating import operating_rows, with_operating
 from orchestrator.sweeps.sweep import Sweep, settings
 
@@ -141,9 +143,21 @@ def sweep_frontier(directory: str, *, live: bool = False) -> tuple[Frontier, Swe
     if not (trials := read_trials(directory, sweep, live=live)):
         raise UsageError(f"the sweep in {directory} has no trials yet")
     frontier = with_operating(build_frontier(sweep, trials, live=live), operating_rows(directory))
-    one = measured_rows(directory, ONE_IMAGE)
-    batch = measured_rows(directory, A_BATCH, on=one[0]["machine"]) if one else []
-    return with_inference(frontier, one, batch), sweep, trials
+    if one := measured_rows(directory, ONE_IMAGE):
+        batch = measured_rows(directory, A_BATCH, on=one[0]["machine"])
+        frontier = with_inference(frontier, one, batch, usd_per_hour=core_usd_per_hour())
+    return frontier, sweep, trials
+
+
+def check_costs_of_use(metrics: Iterable[str]) -> None:
+    """Raises UsageError if one of these costs cannot be known on this machine: energy that is not shown, or
+    money without a price; it says what is missing.
+    """
+    metrics = {*metrics}
+    if ENERGY in metrics:
+        energy.energy_meter(energy.POWERCAP)
+    if USD in metrics and math.isnan(core_usd_per_hour()):
+        raise UsageError(f"{USD} needs the price of a {CORE}: give it a `usd_per_hour` above 0 in {PRICES}")
 
 
 def load_frontier(name: str, *, root: str | None = None) -> Frontier:

@@ -15,7 +15,7 @@ from orchestrator import storage
 from orchestrator.checkpoint.models import read_model
 from orchestrator.codec import changed_fields, differences, flat, override, read_config, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.costs import MS, Cost, computed, cost_of, known_costs
+from orchestrator.costs import ENERGY, MS, Cost, computed, cost_of, known_costs
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import BudgetExhausted, UsageError
 from orchestrator.estimate import branch_step
@@ -39,7 +39,7 @@ from orchestrator.runs.run_directory import (
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.sweeps.baseline import linear_baseline
 from orchestrator.sweeps.budget import Budget, BudgetTracker
-from orchestrator.sweeps.build import judged_runs, raised_reference, say_raised
+from orchestrator.sweeps.build import check_costs_of_use, judged_runs, raised_reference, say_raised
 from orchestrator.sweeps.operating import TIME
 from orchestrator.sweeps.progress import SweepProgress
 from orchestrator.sweeps.publish import publish
@@ -156,6 +156,8 @@ def trained_trials(
             f"{sweep.cost} is measured when all trials have ended: a search cannot learn from it"
         )
 
+    check_costs_of_use([sweep.cost])
+
     def open_mine() -> Tracking:
         return store or open_store(sweep.base.storage)
 
@@ -219,7 +221,7 @@ def measure_inference(run: SweepRun, options: SweepOptions) -> None:
     if not (needed or wanted):
         return
     try:
-        complete_measurement(directory, say=run.watch.say)
+        complete_measurement(directory, with_energy=run.sweep.cost == ENERGY, say=run.watch.say)
     except UsageError as error:
         if needed:
             raise

@@ -10,6 +10,7 @@ from pathlib import Path
 from orchestrator import storage
 from orchestrator.errors import UsageError
 from orchestrator.frontier.drawing import save_column
+from orchestrator.frontier.figure import cost_text
 from orchestrator.frontier.frontier import UNDECIDED, Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.points import Point, as_shown, is_complete
@@ -25,6 +26,7 @@ from orchestrator.tracking.base import update_now
 from orchestrator.tracking.registry import BEST, CONFIRMED, FAST, KNEE
 from orchestrator.tracking.store import Tracking
 from orchestrator.tracking.sync import Sync
+from orchestrator.units import amount, unit_of
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +200,7 @@ def _description(frontier: Frontier, alias: str, point: Point, trial: TrialRecor
         quality += f" ({'one seed' if alias == CONFIRMED else UNDECIDED})"
     return (
         f"Sweep {frontier.name}, arm {point.arm}, {_PLACES[alias]}: {quality};"
-        f" {frontier.cost_name} {point.cost:.4g}."
+        f" {frontier.cost_name} {amount(frontier.cost_name, point.cost)}."
         + (f" Its run has a better checkpoint: {trial.better}." if trial.better else "")
     )
 
@@ -206,19 +208,21 @@ def _description(frontier: Frontier, alias: str, point: Point, trial: TrialRecor
 def _note(frontier: Frontier, sweep: SweepRecord) -> str:
     """The description of the sweep's MLflow run, in markdown."""
     data = sweep.base.get("data", {}).get("path", "")
+    unit = unit_of(frontier.cost_name, [point.cost for point in frontier.front])
     lines = [
         f"# Sweep {sweep.name}",
         "",
         f"{frontier.subtitle} {sweep.quality} against {sweep.cost}. Data: `{data}`"
         f" (digest `{sweep.data_digest[:12]}`). Hypervolume {frontier.hypervolume:.4f}, in decades of cost"
         f" times fractions of quality, from {frontier.quality_name}={frontier.bound[1]:g} at"
-        f" {frontier.cost_name}={frontier.bound[0]:.4g}.",
+        f" {frontier.cost_name}={amount(frontier.cost_name, frontier.bound[0])}.",
         "",
         *(line for note in frontier.notes for line in (note, "")),
-        f"| frontier | {IN_BITS.get(sweep.quality, sweep.quality)} | {sweep.cost} |",
+        f"| frontier | {IN_BITS.get(sweep.quality, sweep.quality)} | {unit.title} |",
         "|---|---|---|",
     ]
     for point in frontier.front:
+        cost = cost_text(point, frontier.cost_name, unit.size)
         knee = f" ({', '.join(filter(None, ['knee', frontier.doubt]))})" if point is frontier.knee else ""
-        lines.append(f"| {point.arm}{knee} | {point.quality_text} | {point.cost:.4g} |")
+        lines.append(f"| {point.arm}{knee} | {point.quality_text} | {cost} |")
     return "\n".join([*lines, "", f"Artifacts: `{PAGE}` (interactive), `{PNG}`, `frontier.json` (all arms)."])

@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -14,13 +16,14 @@ from jobs import answer
 from jobs.pareto_sweep import SweepFlags
 from moe import load_signature
 from orchestrator.costs import FORWARD
-from orchestrator.inference import timing
+from orchestrator.inference import energy, timing
 from orchestrator.inference.measure import ONE_IMAGE, ROUNDS_TABLE, machine, measured_rows
 from orchestrator.runs.measurements import measurements, rows_of, write_measurement
 from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.sweeps.operating import OPERATING, QUARTILES, TIME, table_of
 from orchestrator.sweeps.sweep import Sweep
 from tests.orchestrator.frontier.test_page import without_error
+from tests.orchestrator.inference.test_energy import shown
 
 Call = Callable[..., tuple[str, str]]
 
@@ -105,10 +108,37 @@ def test_a_sweep_is_named_after_its_folder() -> None:
     assert {folder: answer.name_of(folder) for folder in names} == names
 
 
-def test_the_price_of_a_million_images() -> None:
-    """Two threads of .05 USD an hour, 8 ms for 4 images: 2 ms, so 2,000 s of both for a million."""
-    (usd,) = answer.money([{"arm": "a", "threads": 2, "p50": 8.0, "batch": 4}]).values()
-    assert usd == pytest.approx(2 * 0.05 * 2000 / 3600)
+@pytest.mark.smoke
+def test_money_and_energy_are_bounds(
+    home: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Energy by a counter that a thread raises, as Linux does: 50 W. Before there is one, it is refused."""
+    stopped, printed = call(answer.main, "tiny", "--max-usd", "1000", "--json")
+    assert stopped == ""
+    found = json.loads(printed)
+    assert found["best"]["costs"]["infer/usd_per_million"][0] == found["best"]["usd_per_million_images"] > 0
+    monkeypatch.setattr(energy, "POWERCAP", str(tmp_path))
+    stopped, _ = call(answer.main, "tiny", "--max-mj", "1000")
+    assert stopped.startswith("error: the energy of processors cannot be read: there is no")
+    counter, over = shown(tmp_path, "intel-rapl:0", "package-0", uj=0), Event()
+
+    def rise() -> None:
+        began = time.monotonic()
+        while not over.wait(0.001):
+            (tmp_path / "new").write_text(f"{int((time.monotonic() - began) * 50e6)}")
+            (tmp_path / "new").replace(counter)
+
+    thread = Thread(target=rise)
+    thread.start()
+    try:
+        stopped, printed = call(answer.main, "tiny", "--max-mj", "1e5")
+    finally:
+        over.set()
+        thread.join()
+    assert stopped == ""
+    assert "Best within 1.00" in printed
+    row = measured_rows(f"{home}/tiny", ONE_IMAGE)[0]
+    assert 25 * row["p50"] < row["mj"] < 1000 * row["p50"], "50 W; beside other work calls take longer"
 
 
 def test_a_folder_of_pictures_is_packed_and_trained_on(

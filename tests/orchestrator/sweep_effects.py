@@ -98,7 +98,7 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
             patch.object(each, "Sync", lambda *_: SimpleNamespace(where="MLflow", update=lambda **_: []))
             for each in (driver, tracking)
         ),
-        patch.object(driver, "complete_measurement", lambda *_, say: say("measures its arms")),
+        patch.object(driver, "complete_measurement", lambda *_, say, **_more: say("measures its arms")),
         patch.object(sweep_run, "most_resources", lambda: {"CPU": 4.0}),
         patch.object(sweep_run, "run_jobs", run_jobs),
     ]

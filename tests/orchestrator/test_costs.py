@@ -1,6 +1,7 @@
 """Costs and stopping policies of a user's own, in a real sweep: a file each (`tests/own`)."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,11 @@ import pytest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.frontier.figure import axis_title
+from orchestrator.inference import energy
 from orchestrator.planning.preflight import check_metrics
 from orchestrator.runs.metrics_file import read_metrics
 from orchestrator.runs.run_directory import RunDir
+from orchestrator.sweeps import build
 from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.sweeps.driver import (
     SweepOptions,
@@ -26,6 +28,7 @@ from orchestrator.sweeps.queue import Policy, TrialState
 from orchestrator.sweeps.search import SearchOptions
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fit import fit
+from orchestrator.units import axis_title
 from tests.own.energy import EnergyCost
 from tests.own.halfway import HalfwayConfig
 
@@ -114,6 +117,19 @@ def test_a_time_beside_training_is_no_cost(sweep: Sweep) -> None:
     space = replace(sweep, cost="infer/ms", space=lambda trial: {"model.depth": 2})
     with pytest.raises(UsageError, match="a search cannot learn from it"):
         run_sweep(space, SweepOptions(search=SearchOptions(sampler="random", trials=1)))
+
+
+def test_what_this_machine_does_not_show_is_said_before_training(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(energy, "POWERCAP", str(tmp_path))
+    with pytest.raises(UsageError, match="the energy of processors cannot be read: there is no"):
+        run_sweep(replace(sweep, cost="infer/energy_mj"))
+    monkeypatch.setattr(build, "core_usd_per_hour", lambda: math.nan)
+    with pytest.raises(
+        UsageError, match=r"infer/usd_per_million needs the price of a CPU-core: .*prices.yaml"
+    ):
+        run_sweep(replace(sweep, cost="infer/usd_per_million"))
 
 
 def test_a_policy_of_a_file_stops_arms() -> None:

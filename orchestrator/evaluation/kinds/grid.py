@@ -183,6 +183,7 @@ def show_gains(frontier: Frontier, on: EvaluationRequest) -> None:
     """Prints the points that no other beats, with what they add to the frontier."""
     from orchestrator.frontier.figure import cost_text
     from orchestrator.frontier.frontier import gains, operating_front
+    from orchestrator.units import unit_of
 
     found = gains(frontier)
     if not found:
@@ -190,11 +191,13 @@ def show_gains(frontier: Frontier, on: EvaluationRequest) -> None:
     for cost in dict.fromkeys(gain.cost_name for gain in found):
         at_cost = frontier.at_cost(cost)
         trained = {point.arm for point in at_cost.points}
+        front = operating_front(at_cost)
+        unit = unit_of(cost, [point.cost for point in front])
         rows = [
-            ("" if point.arm in trained else "+", point.arm, cost_text(point, cost), f"{point.quality:.4f}")
-            for point in operating_front(at_cost)
+            ("" if p.arm in trained else "+", p.arm, cost_text(p, cost, unit.size), f"{p.quality:.4f}")
+            for p in front
         ]
-        columns = ("", "model: operating point", cost, frontier.quality_name)
+        columns = ("", "model: operating point", unit.title, frontier.quality_name)
         on.table(columns, rows, title="MoE models; + with other settings", left=4)
         for gain in found:
             if gain.cost_name == cost:

@@ -204,18 +204,23 @@ def timing(report: dict[str, Any]) -> str:
 
 def show(reports: list[dict[str, Any]], on: EvaluationRequest, *, per_class: bool) -> None:
     """Prints a table of all models, notes, and the tables by class."""
-    rows, costs = [], ("forward_gflops_2mac", "ms_per_image")
+    from orchestrator.costs import FORWARD
+    from orchestrator.units import number, unit_of
+
+    forward = unit_of(FORWARD, [report["metrics"]["forward_gflops_2mac"] for report in reports])
+    rows, costs = [], {"forward_gflops_2mac": forward.size, "ms_per_image": 1.0}
     every = dict.fromkeys(name for report in reports for name in report["metrics"])
     names = [n for n in every if n not in costs and not n.startswith("random_")]
     for report in reports:
         metrics = report["metrics"]
         unread = f" ({report['unread']} unread)" if report["unread"] else ""
-        cells = (*(metrics.get(name, "-") for name in names), *(f"{metrics[name]:.4g}" for name in costs))
+        shown = (number(metrics[name] / size) for name, size in costs.items())
+        cells = (*(metrics.get(name, "-") for name in names), *shown)
         rows.append((report["model"], f"{report['images']}{unread}", *cells))
     titles = [re.sub(r"(\d+)$", r"@\1", name) for name in names]
     first = reports[0]
     title = f"{first['point']} on {first['data']}, {first['split']}; ms: {timing(first)}"
-    on.table(("model", "images", *titles, "GFLOP/image", "ms/image"), rows, title=title)
+    on.table(("model", "images", *titles, f"{forward.symbol}/image", "ms/image"), rows, title=title)
     for report in reports:
         for note in report["notes"]:
             on.say(f"{report['model']}: {note}")

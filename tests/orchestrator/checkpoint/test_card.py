@@ -36,6 +36,8 @@ def test_what_a_card_says(digits):
         "| val/loss | 0.3000 |",
         f"the standard error over {images:,} images",
         f"{num_params(override(RunConfig(), ROUTED).model):,} parameters",
+        "- 873.1 kFLOP per image (a multiply-add is two)",
+        "- training: 33.53 GFLOP (six)",
         "8 experts in blocks",
         '"kind": "token_choice"',
         "Weights of timm, `vit_tiny`, SHA-256 `abc`; licence: apache-2.0.",

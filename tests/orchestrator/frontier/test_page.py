@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.frontier.figure import TIMES
+from orchestrator.costs import TIMES
 from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.frontier.page import frontier_page
-from orchestrator.frontier.points import UNKNOWN
+from orchestrator.output import UNKNOWN
 from tests.orchestrator.frontier.samples import EVIL, FRONTIER, SECONDS, many, point
 from tests.orchestrator.frontier.test_frontier import POINTS, timed, times
 

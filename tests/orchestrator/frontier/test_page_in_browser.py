@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -100,6 +101,24 @@ def test_filters_act_on_plots_and_table(browser: webdriver.Chrome, tmp_path: Pat
     WebDriverWait(browser, 5).until(lambda _: len(lines()) == 6)
     browser.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys("SOFT-2 capacity")
     assert arms(browser) == ["soft-2"]
+    assert errors(browser) == []
+
+
+def test_the_reader_chooses_the_cost_of_the_first_plot(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """Also one that has no plot of its own; the diverged point and the retrained one have no such cost."""
+    sizes = {p.arm: {"infer/file_mb": 1e9 / p.cost} for p in FRONTIER.points if p.status == "finished"}
+    points = tuple(replace(p, costs=sizes.get(p.arm, {})) for p in FRONTIER.points)
+    open_page(browser, tmp_path / "page.html", frontier_page(replace(FRONTIER, points=points)))
+    wait_for_marks(browser, 9)
+    axis = browser.find_element(By.CSS_SELECTOR, "select[aria-label=Axis]")
+    title = partial(browser.find_element, By.CSS_SELECTOR, "#plot0 .xtitle")
+    before = title().text
+    axis.send_keys("Size of the file")
+    wait_for_marks(browser, 7)
+    assert title().text == "Size of the file (MB)"
+    axis.send_keys(Keys.HOME)
+    wait_for_marks(browser, 9)
+    assert title().text == before
     assert errors(browser) == []
 
 

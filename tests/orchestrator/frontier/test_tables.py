@@ -72,6 +72,9 @@ def test_a_tabular() -> None:
         r"\bottomrule",
         r"\end{tabular}",
     ]
+    timed = replace(ARM, spreads={"infer/ms": (0.24, 0.27)})
+    *_, row, _, _ = latex(replace(frontier, points=(timed,)), ["infer/ms"]).splitlines()
+    assert row == r"\textbf{w16\_soft} & $53.10 \pm 0.10$ & 44.3 & 0.25 (0.24--0.27) \\"
     with pytest.raises(
         UsageError, match=r"no column 'x'; known: cost/train_flops_6mac, infer/ms, moe/dropped"
     ):

@@ -3,11 +3,18 @@
 import math
 from typing import Any
 
-from orchestrator.costs import MS, MS_P95
-from orchestrator.frontier.frontier import Frontier
-from orchestrator.frontier.points import Point
-from orchestrator.inference.points import with_inference
+import pytest
 
+from orchestrator.costs import ENERGY, MS, MS_P95, USD
+from orchestrator.errors import UsageError
+from orchestrator.frontier.answer import upper
+from orchestrator.frontier.frontier import Frontier
+from orchestrator.frontier.page import frontier_page
+from orchestrator.frontier.points import Point
+from orchestrator.inference.points import INFERENCE, with_inference
+from orchestrator.units import axis_title
+
+ENERGIES = {"mj": 20.0, "mj_q25": 19.0, "mj_q75": 22.0}
 BATCH = "infer/batch_ms_per_image"
 FLOPS, ACC = "cost/train_flops_6mac", "val/acc1"
 
@@ -53,10 +60,64 @@ def test_an_arm_that_could_not_be_written_has_no_times() -> None:
     assert "Not judged, because a cost is unknown: a." in found.answer(max_ms=10).lines()
 
 
-def test_a_sweep_may_minimise_it() -> None:
-    found = with_inference(frontier(MS), [row("a", p50=2.0), row("b", p50=4.0), row("c", p50=8.0)])
-    assert [point.cost for point in found.points] == [2.0, 4.0, 8.0]
-    assert found.bound[0] == 1.1 * 8.0
+BOUND = {
+    MS_P95: "max_ms",
+    BATCH: "max_batch_ms",
+    "infer/memory_mib": "max_mib",
+    "infer/file_mb": "max_mb",
+    ENERGY: "max_mj",
+    USD: "max_usd",
+}
+
+
+@pytest.mark.parametrize("cost", INFERENCE)
+def test_each_may_be_the_cost_of_a_sweep_an_axis_and_a_bound(cost: str) -> None:
+    """Of three arms each takes twice what the one before it takes."""
+    rows = []
+    for arm_name, times in (("a", 1), ("b", 2), ("c", 4)):
+        values = {name: times * value for name, value in row("a", **ENERGIES).items() if type(value) is float}
+        rows.append(row(arm_name, **values))
+    priced = {"rows": rows, "batch_rows": [each | {"batch": 32} for each in rows], "usd_per_hour": 0.05}
+    found = with_inference(frontier(cost), **priced)
+    costs = [point.cost for point in found.points]
+    assert costs == pytest.approx([costs[0], 2 * costs[0], 4 * costs[0]])
+    assert found.bound[0] == pytest.approx(1.1 * costs[2])
+    assert found.knee
+    drawn = with_inference(frontier(), **priced)
+    assert drawn.at_cost(cost).bound[0] == pytest.approx(1.1 * costs[2])
+    title = axis_title(cost)
+    assert frontier_page(drawn).count(f">{title}</option>") == 2, "as an axis and as a bound"
+    assert [p.arm for p in drawn.within(cost, 1.01 * upper(drawn.points[1], cost)).points] == ["a", "b"]
+    if cost in BOUND:
+        bound = {BOUND[cost]: 1.01 * upper(drawn.points[1], cost)}
+        answer = drawn.answer(**bound)
+        assert answer.best
+        assert (answer.best.arm, answer.others) == ("a", 1), "the cheapest of equal quality"
+
+
+def test_energy_and_money_by_hand() -> None:
+    """4 images in 8 ms: 2 ms each on two threads of .05 USD an hour, 2,000 s of both for a million. 40 mJ for
+    all four are 10 for one.
+    """
+    rows = [row("a", p50=8.0, q25=8.0, q75=12.0, batch=4, threads=2, mj=40.0, mj_q25=36.0, mj_q75=44.0)]
+    point = with_inference(frontier(), rows, usd_per_hour=0.05).points[0]
+    usd = 2 * 0.05 * 2000 / 3600
+    assert point.costs[USD] == pytest.approx(usd)
+    assert point.spreads[USD] == pytest.approx((usd, 1.5 * usd))
+    assert (point.costs[ENERGY], point.spreads[ENERGY]) == (10.0, (9.0, 11.0))
+
+
+def test_what_is_not_known_is_absent() -> None:
+    """Energy that no counter shows, also beside a row that has it, and money without a price."""
+    found = with_inference(frontier(), [row("a"), row("b", **ENERGIES), row("c", mj=math.nan)])
+    assert [ENERGY in point.costs for point in found.points] == [False, True, False]
+    assert not any(USD in point.costs for point in found.points)
+    assert "USD" not in found.note
+    bare = with_inference(frontier(), [row("a"), row("b"), row("c")])
+    assert ENERGY not in bare.to_dataframe()
+    assert axis_title(ENERGY) not in frontier_page(bare)
+    with pytest.raises(UsageError, match=r"infer/energy_mj was not measured: jobs/answer.py s"):
+        bare.answer(max_mj=5)
 
 
 def test_a_measurement_replaces_another_as_a_whole() -> None:

@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from orchestrator.inference import timing
-from orchestrator.inference.timing import Round, in_turns, is_disturbed, quiet_rounds, times
+from orchestrator.inference.timing import Round, energies, in_turns, is_disturbed, quiet_rounds, times
 
 
 def made(*ms: float, reference_ms: float = 1.0, foreign: float = 0.0) -> Round:
@@ -81,6 +81,30 @@ def test_percentiles_by_hand() -> None:
     assert (same.p50, same.p95, same.p95_high) == (found.p50, found.p95, pytest.approx(1.1 * 19.5))
     (same,) = times([made(2.0, 2.0)] * 10)
     assert {same.p50, same.q25, same.q75, same.p95, same.p95_high / 1.1} == {2.0}
+
+
+def test_energy_is_read_over_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 50 W whose counter shows full milliseconds alone: a call of .1 ms takes 5 mJ."""
+    monkeypatch.setattr(timing, "ROUNDS", 10)
+    monkeypatch.setattr(timing, "ROUND_S", 0.001)
+    monkeypatch.setattr(timing, "_busy", used(repeat(0.0)))
+    monkeypatch.setattr(timing, "_reference_ms", lambda: 1.0)
+    clock, read = [0.0], [0]
+
+    def takes(seconds: float) -> None:
+        clock[0] += seconds
+
+    def meter() -> float:
+        was, read[0] = read[0], int(clock[0] * 1000)
+        return 0.05 * (read[0] - was)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    rounds = list(in_turns([lambda: takes(1e-4), lambda: takes(0.03)], meter=meter))
+    (small, low, high), (large, *_) = energies(rounds)
+    assert small == pytest.approx(5.0, rel=0.05)
+    assert 4.4 < low <= small <= high < 5.6
+    assert large == pytest.approx(1500.0, rel=0.05)
+    assert energies([made(1.0)] * 10) == []
 
 
 def test_what_others_use_is_read_where_the_system_says_it() -> None:

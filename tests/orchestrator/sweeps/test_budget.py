@@ -12,11 +12,10 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.runs.run_directory import Result, RunDir
-from orchestrator.sweeps.budget import Budget, BudgetTracker, load_prices
+from orchestrator.sweeps import budget
+from orchestrator.sweeps.budget import PRICES, Budget, BudgetTracker, core_usd_per_hour, load_prices
 from orchestrator.sweeps.queue import Job, RunToCompletion, TrialQueue, TrialState, new_trial_state
 from orchestrator.sweeps.sweep import Trial
-
-PRICES = str(Path(__file__).parents[3] / "jobs" / "prices.yaml")
 
 
 def test_the_price_table_of_the_project() -> None:
@@ -32,6 +31,14 @@ def test_every_price_has_a_source_and_a_day() -> None:
     assert len(found) == len(load_prices(PRICES))
     for price, instance, devices, times in found:
         assert float(price) == pytest.approx(float(instance) / int(devices) * int(times or 1), rel=0.02)
+
+
+def test_a_core_has_a_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert core_usd_per_hour() == load_prices(PRICES)["CPU-core"].usd_per_hour
+    monkeypatch.setattr(budget, "PRICES", str(tmp_path / "prices.yaml"))
+    for text in ("H100: {usd_per_hour: 7, peak_tflops: 989}", "CPU-core: {usd_per_hour: 0, peak_tflops: 1}"):
+        (tmp_path / "prices.yaml").write_text(text)
+        assert math.isnan(core_usd_per_hour())
 
 
 @pytest.mark.parametrize(

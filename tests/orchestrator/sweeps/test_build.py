@@ -10,9 +10,9 @@ import pytest
 
 from jobs.pareto_sweep import print_frontier
 from moe.cost import train_flops_6mac
+from orchestrator.costs import TIMES
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
-from orchestrator.frontier.figure import TIMES
 from orchestrator.runs.sweep_directory import SUMMARY, SweepDir
 from orchestrator.sweeps.build import judged_runs, sweep_frontier
 from orchestrator.sweeps.publish import publish
@@ -214,7 +214,9 @@ def test_a_knee_of_one_seed_is_not_decided(tmp_path: Path, capsys) -> None:
     directory = end_sweep(sweep_at(tmp_path, arms={"a": {}, "b": {}}), {"a": 0.5, "b": 0.6})
     frontier = publish(directory)
     print_frontier(frontier)
-    assert "frontier, knee (one seed, not decided)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "frontier, knee (one seed, not decided)" in printed
+    assert f"Training (GFLOP, 6 {TIMES} MAC)" in printed, "and not 1e+09 FLOPs"
     summary = json.loads(Path(directory, SUMMARY).read_text())
     assert "| b (knee, one seed, not decided) | 0.6000 |" in summary["note"]
     for alias in ("pareto-fast", "pareto-knee", "pareto-best"):
