@@ -7,7 +7,7 @@ from moe.config import did_you_mean
 from moe.exported import WEIGHTS
 from moe.guests import offered
 from moe.model import Model
-from orchestrator import storage
+from orchestrator import storage, tracking
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import MANIFEST, find_checkpoint, steps
 from orchestrator.checkpoint.models import ModelRef, read_model
@@ -15,8 +15,6 @@ from orchestrator.checkpoint.weights import read_metadata
 from orchestrator.errors import UsageError
 from orchestrator.runs.run_directory import RunDir, kind_of
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
-from orchestrator.tracking.registry import checkpoint_of, directory_of
-from orchestrator.tracking.store import store_uri
 
 MODEL_REF_HELP = (
     "a run below the storage, SWEEP@knee (or @fast, @best), a folder of checkpoints, an exported file,"
@@ -90,7 +88,7 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
         raise UsageError(f"{reference} names several models: name a single trial of it")
     root = storage.home(root)
     if reference.startswith("models:/"):
-        location, digest = checkpoint_of(reference, store_uri(root, tracking_uri))
+        location, digest = tracking.checkpoint_of(reference, tracking.store_uri(root, tracking_uri))
         try:
             folder, manifest = find_checkpoint(location, whole=False)
         except FileNotFoundError as error:
@@ -104,7 +102,9 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
             )
         return location
     if reference.startswith("runs:/"):
-        reference = directory_of(reference.removeprefix("runs:/"), store_uri(root, tracking_uri))
+        reference = tracking.directory_of(
+            reference.removeprefix("runs:/"), tracking.store_uri(root, tracking_uri)
+        )
     path = storage.absolute(reference)
     for guest in map(import_module, offered("WEIGHTS").values()) if storage.is_local(path) else ():
         if guest.is_foreign(path):
