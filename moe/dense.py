@@ -16,7 +16,7 @@ Activation = Literal["gelu", "exact_gelu", "relu"]  # gelu: by tanh, as JAX comp
 
 # Numbers that a core keeps in its cache from one step to the next, and the least width worth the steps. It is
 # no number of rows, so that an image has the same logits in any batch.
-GELU_PIECE, GELU_WIDTH = 1 << 16, 512
+GELU_PIECE, GELU_WIDTH = 1 << 16, 1024
 
 
 def activate(h: Tensor, activation: Activation, *, inplace: bool = False) -> Tensor:
