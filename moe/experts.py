@@ -114,7 +114,7 @@ class Experts(nn.Module):
         expert_M = torch.repeat_interleave(count_E, output_size=len(x_MD))
         end_E = count_E.cumsum(0, dtype=torch.int32)
         h_MF = F.grouped_mm(x_MD, w_in_EDF, offs=end_E) + b_in_EF.index_select(0, expert_M)
-        h_MF = activate(h_MF, self.activation)
+        h_MF = activate(h_MF, self.activation, inplace=True)
         if keys_M is not None:
             h_MF = dropout(h_MF, self.dropout, mix(keys_M, 0))
         y_MD = F.grouped_mm(h_MF, w_out_EFD, offs=end_E) + b_out_ED.index_select(0, expert_M)
@@ -131,11 +131,20 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Applies expert e's MLP to its rows; the weights may be those of a rank's experts alone."""
         # The bias is added after the product, so that a compiler fuses it with the activation.
-        h_ENF = activate(torch.bmm(x_END, w_in_EDF) + b_in_EF.unsqueeze(1), self.activation)
+        h_ENF = add_bias(torch.bmm(x_END, w_in_EDF), b_in_EF)
+        h_ENF = activate(h_ENF, self.activation, inplace=True)
         if keys_EN is not None:
             h_ENF = dropout(h_ENF, self.dropout, mix(keys_EN, 0))
-        y_END = torch.bmm(h_ENF, w_out_EFD) + b_out_ED.unsqueeze(1)
+        y_END = add_bias(torch.bmm(h_ENF, w_out_EFD), b_out_ED)
         return y_END if keys_EN is None else dropout(y_END, self.dropout, mix(keys_EN, 1))
+
+
+def add_bias(y_END: Tensor, b_ED: Tensor) -> Tensor:
+    """Adds each expert's bias to its rows, in place: new memory costs more than the sum. Under autocast the
+    bias has more bits than the product, and the sum keeps them.
+    """
+    b_E1D = b_ED.unsqueeze(1)
+    return y_END.add_(b_E1D) if y_END.dtype == b_E1D.dtype else y_END + b_E1D
 
 
 def grouped_matmul_fits(w_EDF: Tensor) -> bool:

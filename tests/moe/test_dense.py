@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe.dense import Attention, AttentionPooling, ConvStem, sincos2d, stem_channels
+from moe import dense
+from moe.dense import Attention, AttentionPooling, ConvStem, activate, sincos2d, stem_channels
 from tests.moe.parts import images
 
 
@@ -39,6 +41,42 @@ def test_attention_pooling_is_its_definition(qk_norm):
     answer = pool.out(torch.cat(heads, -1))
     hidden = F.gelu(pool.mlp.up(F.layer_norm(answer, (12,), eps=1e-6)), approximate="tanh")
     torch.testing.assert_close(pool(x), answer + pool.mlp.down(hidden))
+
+
+@torch.no_grad()
+def test_gelu_by_pieces_is_the_gelu():
+    """Of the last, smaller piece too, and far from zero; h is overwritten only if it may be."""
+    h = torch.randn(3, dense.GELU_PIECE, generator=torch.Generator().manual_seed(0))[:, :-7].contiguous()
+    h[0, :5] = torch.tensor([0.0, -1e4, 1e4, -torch.inf, torch.nan])
+    before, expected = h.clone(), F.gelu(h.double(), approximate="tanh")
+    y = activate(h, "gelu")
+    torch.testing.assert_close(y.double(), expected, rtol=2e-6, atol=2e-7, equal_nan=True)
+    torch.testing.assert_close(h, before, rtol=0, atol=0, equal_nan=True)
+    assert activate(h, "gelu", inplace=True).data_ptr() == h.data_ptr()
+    torch.testing.assert_close(h, y, rtol=0, atol=0, equal_nan=True)
+
+
+def test_pieces_are_for_wide_rows_that_nothing_watches(monkeypatch):
+    """Gradients, narrow rows, other precisions and shapes without numbers take torch's own kernel."""
+    monkeypatch.setattr(dense, "_gelu_by_pieces_", lambda h: pytest.fail("by pieces"))
+    h = torch.randn(2, dense.GELU_WIDTH)
+    activate(h, "gelu", inplace=True)
+    with torch.no_grad():
+        activate(h[0, 1:], "gelu", inplace=True)
+        activate(h[:1].expand(3, -1), "gelu", inplace=True)
+        activate(h.bfloat16(), "gelu", inplace=True)
+        activate(h.to("meta"), "gelu", inplace=True)
+        activate(h, "exact_gelu", inplace=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            activate(h, "gelu", inplace=True)
+        with FakeTensorMode() as mode:
+            activate(mode.from_tensor(h), "gelu", inplace=True)
+        torch.export.export(torch.nn.Sequential(Gelu()), (h,))
+
+
+class Gelu(torch.nn.Module):
+    def forward(self, h):
+        return activate(h, "gelu", inplace=True)
 
 
 def test_sincos2d_by_hand():

@@ -40,6 +40,12 @@ def test_experts_are_separate_mlps(activation):
     assert not torch.allclose(F.gelu(hidden), gelu, rtol=1e-5, atol=1e-5), "the case must tell GELUs apart"
 
 
+def test_biases_keep_their_precision_under_autocast():
+    experts = build()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert experts(ROWS).dtype == torch.float32
+
+
 def test_dropout_is_after_both_layers_with_different_numbers():
     """V-MoE section 3.5; the output is dropped with its bias. A row depends on its own key alone."""
     experts, keys_EN, x_END = build(dropout=0.3), KEYS_EN, ROWS
