@@ -15,12 +15,13 @@ reader of parquet, has every image once.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from jobs._cli import Places, check_out, command, connect, model_of
+from jobs._cli import WORTH_A_CLUSTER, Places, check_out, command, connect, model_of
 from jobs._flags import MODEL, flag, parse
 from jobs._sharded import DTYPE, EP, Dtype, start
 from orchestrator.errors import UsageError
@@ -178,6 +179,9 @@ def predicted(flags: PredictFlags, missing: list[ImagePart], **settings: Any) ->
         batch_size = flags.batch_size * layout["workers"]
         sharding = start([settings["model"]], batch_size, root=flags.places.root(), **layout)
         return predict.predict_together(missing, sharding, **settings)
+    own_ray = os.environ.get("RAY_ADDRESS", "local") in ("", "local")
+    if len(missing) < WORTH_A_CLUSTER and flags.workers is None and own_ray:
+        return map(predict.Predictor(**settings).table, missing)
     connect()
     log.info("Ray's line about constructor arguments is harmless: this process keeps them")
     workers, each = predict.pool_size(flags.workers)

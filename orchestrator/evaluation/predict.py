@@ -16,14 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice, zip_longest
 from threading import Semaphore
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
-import ray.data
 import torch
 from ray.exceptions import RayTaskError
 from torch import Tensor
@@ -42,12 +41,14 @@ from orchestrator.data.preparation import Preparation
 from orchestrator.data.shards import DataSet
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device
-from orchestrator.evaluation.sharded import Sharding
 from orchestrator.packing.listing import files_below
 from orchestrator.tasks.base import ClassNames
 from orchestrator.tasks.classification import TOP
 from orchestrator.threads import CORES, one_thread
 from orchestrator.training.resources import most_resources
+
+if TYPE_CHECKING:
+    from orchestrator.evaluation.sharded import Sharding
 
 # Says whose predictions a folder holds. Readers of parquet skip names that begin with `_`.
 PLAN = "_plan.json"
@@ -361,6 +362,8 @@ def predict_in_pool(
     Raises:
         UsageError, OSError: as `Predictor`.
     """
+    import ray.data
+
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs each execution at length
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
@@ -381,7 +384,7 @@ def predict_in_pool(
 
 
 def predict_together(
-    parts: Sequence[ImagePart], sharding: Sharding, model: ModelRef, *, batch_size: int, **settings: Any
+    parts: Sequence[ImagePart], sharding: "Sharding", model: ModelRef, *, batch_size: int, **settings: Any
 ) -> Iterator[pa.Table]:
     """Predicts the parts in any order by workers that hold one model together, each another part. Arguments
     and errors are those of `predict_in_pool` and `Sharding.answers`.
