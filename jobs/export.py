@@ -42,7 +42,11 @@ if TYPE_CHECKING:
 
 
 FOLDERS = offered("FOLDERS")  # format of another project -> the module that writes it
-FORMATS = ("moe", *FOLDERS, "mlflow", "torch", "onnx")
+GRAPHS = {  # format -> ending of its file, function of `checkpoint/graphs.py` that writes it, help
+    "torch": (".pt2", "write_program", "a file of torch.export (.pt2)"),
+    "onnx": (".onnx", "write_onnx", "a file of ONNX (.onnx), which needs moe-frontier[export]"),
+}
+FORMATS = ("moe", *FOLDERS, "mlflow", *GRAPHS)
 
 
 def format_name(text: str) -> str:
@@ -63,8 +67,8 @@ class ExportFlags:
     format: str = flag(
         "moe",
         f"who reads it: moe; {', '.join(FOLDERS)}: a folder for that library, if the model is dense; mlflow:"
-        " a folder that MLflow serves; torch: a file of torch.export (.pt2); onnx: a file of ONNX (.onnx),"
-        " which needs moe-frontier[export]",
+        " a folder that MLflow serves; "
+        + "; ".join(f"{name}: {what}" for name, (_, _, what) in GRAPHS.items()),
         read=format_name,
     )
     images_per_group: int | None = flag(
@@ -106,8 +110,8 @@ class ExportFlags:
             raise UsageError("--images-per-group takes one model: write the average first, then others")
         if self.averages() and self.format != "moe":
             raise UsageError(f"--format {self.format} takes one model: write the average first, then that")
-        ending = {"torch": ".pt2", "onnx": ".onnx"}.get(self.format)
-        if self.out and ending and not self.out.endswith(ending):
+        ending = GRAPHS[self.format][0] if self.format in GRAPHS else ""
+        if self.out and not self.out.endswith(ending):
             raise UsageError(f"--format {self.format} writes a file: end --out in {ending}")
         if self.out and self.format in ("mlflow", *FOLDERS) and self.out.endswith(".safetensors"):
             raise UsageError(f"--format {self.format} writes a folder: give --out without .safetensors")
@@ -217,7 +221,7 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
     if storage.size(out) is not None and not flags.fresh:
         raise UsageError(f"{out} exists already; `fresh` replaces it")
     model = source.load()
-    write = graphs.write_onnx if flags.format == "onnx" else graphs.write_program
+    write = getattr(graphs, GRAPHS[flags.format][1])
     off, group = write(model, out, source.signature), model.config.images_per_group
     said = f"largest difference {off:.1e} of the largest output, on random images"
     print(f"{out}: images (B, 3, H, W) in -1..1, any B; {said}")

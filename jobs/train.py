@@ -82,9 +82,12 @@ class RunFlags:
     def trackers(self) -> tuple[TrackerConfig, ...]:
         """The trackers beside MLflow. Raises UsageError for an unknown kind."""
         from moe.config import did_you_mean
-        from orchestrator.tracking.tensorboard import TensorBoardConfig
+        from orchestrator import tracking
 
-        known: Any = TensorBoardConfig.kinds
+        for name in dir(tracking):
+            if name.endswith("Config"):
+                getattr(tracking, name)  # a kind joins when it is imported
+        known: Any = tracking.TrackerConfig.kinds
         for kind in self.tracker:
             if kind not in known:
                 near = did_you_mean(kind, known)

@@ -21,7 +21,6 @@ from moe.signature import SIGNATURE, Signature
 from orchestrator import storage
 from orchestrator.errors import UsageError
 
-PROGRAM, ONNX = ".pt2", ".onnx"  # endings of files
 OPSET = 18
 Run = Callable[[Tensor], Mapping[str, Tensor]]
 

@@ -14,6 +14,7 @@ from orchestrator.sweeps.queue import Job, Outcome
 from orchestrator.sweeps.run import SweepRun, SweepState, Watch
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.console import RunProgress, new_console
+from orchestrator.units import amount
 
 EVERY_S = 20  # between lines about one trial, without a terminal
 
@@ -30,7 +31,8 @@ def ended_line(sweep: Sweep, outcome: Outcome) -> str:
         return f"{quality}  {metrics['cost/device_s']:.1f} s"
     if outcome.status == "paused":
         return f"paused at step {outcome.step}, {quality}"
-    return f"{quality}  {sweep.cost} {metrics[sweep.cost]:.3g}  {metrics['cost/device_s']:.1f} s"
+    cost = amount(sweep.cost, metrics[sweep.cost])
+    return f"{quality}  {sweep.cost} {cost}  {metrics['cost/device_s']:.1f} s"
 
 
 def status_line(now: SweepState) -> str:

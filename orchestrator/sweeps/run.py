@@ -168,9 +168,9 @@ class SweepRun:
                 self.watch.say(f"{arm} is not trained again: the budget does not hold it")
                 self.unpaid.append(arm)
                 return
-            labels, train = trial.labels(False), trial.run.train
+            labels = trial.labels(False)
             self._directory.update(lambda was: {"trials": {**was.trials, trial.name: labels}})
-            self.watch.say(f"retraining {arm}: {train.steps} steps on {trial.run.scale.workers} workers")
+            self.watch.say(f"retraining {arm} for {trial.run.train.steps} steps")
             run_jobs(queue, self)
         if state.outcome is not None:
             self.retrained[trial.name] = state.outcome

@@ -17,7 +17,7 @@ import torch
 from jobs import export
 from moe.exported import load
 from moe.models.vit import ViT
-from orchestrator.checkpoint import files
+from orchestrator.checkpoint import files, graphs
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.checkpoint.manifest import find_checkpoint, read
 from orchestrator.checkpoint.models import read_model
@@ -183,6 +183,22 @@ def test_a_program_of_torch(home, call, tmp_path):
     assert call("soft", "--out", out, "--format", "torch")[0] == (
         f"error: {out} exists already; --fresh replaces it"
     )
+
+
+def test_a_line_of_the_table_adds_a_format(
+    home: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each format of the table has a writer of its own and an ending."""
+    monkeypatch.setitem(export.GRAPHS, "text", (".txt", "write_text", "a file of text"))
+    monkeypatch.setattr(export, "FORMATS", (*export.FORMATS, "text"))
+    wrote = []
+    for name, (ending, writer, _) in export.GRAPHS.items():
+        assert name == "text" or hasattr(graphs, writer)
+        monkeypatch.setattr(graphs, writer, lambda *_, name=name: wrote.append(name) or 0.0, raising=False)
+        code, said = call("soft", "--out", f"{tmp_path}/soft{ending}", "--format", name)
+        assert code == "", said
+        assert call("soft", "--out", f"{tmp_path}/soft", "--format", name)[0] == "2"
+    assert wrote == ["torch", "onnx", "text"]
 
 
 def test_a_mixture_is_refused_by_other_libraries(home, call, tmp_path):

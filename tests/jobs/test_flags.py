@@ -8,11 +8,13 @@ from typing import Any, Literal
 import pytest
 
 from jobs import evaluate, pareto_sweep, plan, predict, train
-from jobs._cli import Evaluation, source_labels
+from jobs._cli import Evaluation, Places, source_labels
 from jobs._flags import assignment, flag, numbers, parse
 from jobs.pareto_sweep import SweepFlags
+from orchestrator import tracking
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.catalog import SCALES, SWEEPS
+from orchestrator.tracking.tensorboard import TensorBoardConfig
 from papers.jobs import inspect_routing, study
 from wings.jobs import finetune
 
@@ -172,6 +174,26 @@ def test_one_set_takes_several_fields(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_names_are_those_of_the_catalog() -> None:
     assert set(pareto_sweep.SWEEPS) == set(SWEEPS)
     assert set(pareto_sweep.SCALES) == set(SCALES)
+
+
+def test_a_kind_of_tracker_joins_by_its_name_in_the_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = tracking.__getattr__
+
+    def first_used(name: str) -> Any:
+        if name != "OtherConfig":
+            return load(name)
+
+        @dataclass(frozen=True, kw_only=True)
+        class OtherConfig(TensorBoardConfig):
+            kind: Literal["other"] = "other"
+
+        return OtherConfig
+
+    monkeypatch.setattr(tracking.TrackerConfig, "kinds", {**tracking.TrackerConfig.kinds})
+    monkeypatch.setattr(tracking, "__dir__", lambda: [*tracking.__all__, "OtherConfig"])
+    monkeypatch.setattr(tracking, "__getattr__", first_used)
+    (tracker,) = train.RunFlags(tracker=("other",), places=Places()).trackers()
+    assert tracker.kind == "other"
 
 
 def test_a_sweep_in_a_file(

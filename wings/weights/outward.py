@@ -53,13 +53,15 @@ def write_foreign(out: str, folder: ForeignFolder, model: ModelRef, *, fresh: bo
     """Writes a model of ours for another library.
 
     Raises:
-        UsageError: if `out` is not local, or holds an export that is not to be replaced (`fresh`).
+        UsageError: if `out` is not local, or holds an export that is not to be replaced (`fresh`), or the
+            model has a kind of positions that other libraries have not.
         OSError: if writing fails.
     """
     check_export(out, fresh=fresh)
-    config, tensors = cast(ViTConfig, model.run.model), model.load().state_dict()
+    config = cast(ViTConfig, model.run.model)
+    tensors = foreign_tensors(folder, model.load().state_dict(), config)
     Path(out, CONFIG).unlink(missing_ok=True)  # it must never describe other weights
-    write_file(f"{out}/{WEIGHTS}", foreign_tensors(folder, tensors, config), {"format": "pt"})
+    write_file(f"{out}/{WEIGHTS}", tensors, {"format": "pt"})
     content = {**folder.config, SIGNATURE: to_dict(model.signature)}
     about = {PREPROCESSOR: preprocessor(config.image_size, model.run.data), CONFIG: content}
     for name, content in about.items():
@@ -69,7 +71,11 @@ def write_foreign(out: str, folder: ForeignFolder, model: ModelRef, *, fresh: bo
 def foreign_tensors(
     folder: ForeignFolder, ours: Mapping[str, Tensor], config: ViTConfig
 ) -> dict[str, Tensor]:
-    """Returns the tensors of a dense ViT by the library's names."""
+    """Returns the tensors of a dense ViT by the library's names.
+
+    Raises:
+        UsageError: for a kind of positions that is no table.
+    """
     names, theirs = folder.names, {}
 
     def take(layer: str, *bases: str) -> None:
@@ -127,10 +133,14 @@ def foreign_tensors(
 
 
 def _positions(ours: Mapping[str, Tensor], config: ViTConfig) -> Tensor:
-    """A table for every kind of position: there a class token has a row too."""
+    """The table for each kind of position: there a class token has a row too."""
     if config.position == "learned":
         return ours["position_SD"]
     if config.position == "none":
         return torch.zeros(config.tokens(), config.width)
+    if config.position != "sincos2d":
+        raise UsageError(
+            f"other libraries cannot express position={config.position!r}: `format` moe, torch or onnx can"
+        )
     table = sincos2d(config.grid(), config.width, like=ours["norm.weight"])
     return torch.cat([table.new_zeros(config.tokens() - len(table), config.width), table])

@@ -9,7 +9,7 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.runs.run_directory import Result
 from orchestrator.sweeps import progress
-from orchestrator.sweeps.progress import SweepProgress
+from orchestrator.sweeps.progress import SweepProgress, ended_line
 from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.console import RunProgress, StepLines
@@ -109,6 +109,13 @@ def test_running_trials_tell_their_steps_now_and_then(clock, capsys):
         "[ 1/2] a                  diverged: train/loss is nan at step 50",
         "[ 2/2] b                  failed: no place",
     ]
+
+
+def test_the_cost_of_an_ended_trial_has_its_unit():
+    sweep = Sweep(base=RunConfig(), arms={})
+    metrics = {"val/acc1": 0.922, "cost/train_flops_6mac": 1.89e10, "cost/device_s": 21.26}
+    ended = Result(status="finished", step=150, metrics=metrics)
+    assert ended_line(sweep, ended) == "val/acc1 0.9220  cost/train_flops_6mac 18.9 GFLOP  21.3 s"
 
 
 def test_a_search_counts_the_seeds_of_its_arms(capsys):

@@ -82,6 +82,17 @@ def test_the_library_computes_the_same(to: Library, model: dict[str, Any], tmp_p
         assert torch.equal(opened(to, tmp_path / "theirs")(images), ours(images).logits)
 
 
+def test_an_unknown_kind_of_positions_is_refused(tmp_path: Path) -> None:
+    """It is not written as another kind, and the export that stands there is kept."""
+    written(tmp_path / "ours", {"pooling": "token", "position": "none"})
+    sent("timm", tmp_path / "ours", tmp_path / "theirs")
+    model = read_model(str(tmp_path / "ours/model.safetensors"))
+    object.__setattr__(model.run.model, "position", "rotary")  # as a new word of its Literal
+    with pytest.raises(UsageError, match="cannot express position='rotary'"):
+        write_foreign(str(tmp_path / "theirs"), foreign_folder("timm", model), model, fresh=True)
+    assert (tmp_path / "theirs/config.json").is_file()
+
+
 @pytest.mark.parametrize(("to", "error"), [("timm", 0), ("huggingface", 1e-6)])
 def test_layer_scale(to: Library, error: float, tmp_path: Path) -> None:
     """Where the library has none, the factors are in the layer before; an import has them there."""
