@@ -138,15 +138,16 @@ def test_hover_tells_and_a_click_opens_the_run(browser: webdriver.Chrome, tmp_pa
     assert {link.get_attribute("href") for link in links} == {LINK + p.arm for p in FRONTIER.all_points}
 
 
-def test_hover_texts_fit_a_narrow_window(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_the_page_and_its_hover_texts_fit_a_narrow_window(browser: webdriver.Chrome, tmp_path: Path) -> None:
     long = point("a-very-long-name-" * 9, "soft", 9.9e11, 0.99, details={f"n{i}": "1" for i in range(20)})
-    open_page(
-        browser, tmp_path / "page.html", frontier_page(replace(FRONTIER, points=(*FRONTIER.points, long)))
-    )
+    cost = {"infer/ms_p95": 1.0}  # whose title is long
+    points = tuple(replace(each, costs=cost) for each in (*FRONTIER.points, long))
+    open_page(browser, tmp_path / "page.html", frontier_page(replace(FRONTIER, points=points)))
     window = {"width": 390, "height": 700, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
     plot = "return document.querySelector('#plot0 .main-svg').getBoundingClientRect().right"
     WebDriverWait(browser, 5).until(lambda page: page.execute_script(plot) < 390)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
     for marker in marks(browser):
         browser.execute_script("arguments[0].scrollIntoView()", marker)
         webdriver.ActionChains(browser).move_to_element(marker).pause(0.2).perform()
