@@ -181,7 +181,7 @@ torch.distributed: bench moe.batch_norm moe.expert_parallel moe.parallel orchest
 argparse: bench jobs._flags
 optuna: orchestrator.sweeps.answers orchestrator.sweeps.search
 pkgutil: papers.jobs.study
-matplotlib: orchestrator.frontier papers
+matplotlib: orchestrator.frontier orchestrator.training.profile papers
 plotly: orchestrator.frontier
 rich: jobs orchestrator.sweeps.progress orchestrator.training.console
 jinja2: orchestrator.frontier.page

@@ -46,7 +46,7 @@ StartMode = Literal["auto", "resume"]
 Status = Literal["finished", "stopped", "interrupted", "diverged", "failed", "running"]
 
 SWEEP, ERROR = "sweep.json", "error.txt"
-BAD_IMAGES, PROFILE = "bad_images.csv", "profile.csv"
+BAD_IMAGES, PROFILE, PROFILE_PICTURE = "bad_images.csv", "profile.csv", "profile.png"
 ROUTING = "routing.json"
 LOCK, STOP, REFUSED = "lock", "stop", "refused.txt"
 # files of attempts that trained nothing

@@ -28,6 +28,7 @@ from orchestrator.runs.run_directory import (
     BAD_IMAGES,
     ERROR,
     PROFILE,
+    PROFILE_PICTURE,
     ROUTING,
     Result,
     RunDir,
@@ -38,7 +39,7 @@ from orchestrator.runs.run_directory import (
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 
 FINGERPRINT = "data/fingerprint"  # a metric that becomes a tag
-RUN_FILES = (BAD_IMAGES, PROFILE, ERROR)
+RUN_FILES = (BAD_IMAGES, PROFILE, PROFILE_PICTURE, ERROR)
 
 
 class Scalar(NamedTuple):

@@ -1,12 +1,15 @@
-"""The time of each part of a step, and a profile of a few steps of the first worker: a table and a trace."""
+"""The time of each part of a step, and a profile of a few steps of the first worker: a table, a picture of it
+and a trace.
+"""
 
 import gzip
+import io
 import logging
 import tempfile
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +25,7 @@ from moe.model import Model
 from moe.routing import Router
 from orchestrator import storage
 from orchestrator.data.batch import Batch
-from orchestrator.runs.run_directory import PROFILE
+from orchestrator.runs.run_directory import PROFILE, PROFILE_PICTURE
 from orchestrator.training.metrics import device_sync, write_csv
 
 log = logging.getLogger(__name__)
@@ -133,6 +136,7 @@ def profiled(batches: Iterator[Batch], *, model: Model | None, steps: int, direc
         rows = profile_table(profile, steps)
         shown = [(name, f"{ms:.4g}", f"{share:.4f}") for name, ms, share in rows]
         write_csv(storage.join(directory, PROFILE), ("part", "ms_per_step", "share"), shown)
+        storage.write_bytes(storage.join(directory, PROFILE_PICTURE), draw_profile(rows))
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder, "trace.json")
             profile.export_chrome_trace(str(trace))
@@ -170,3 +174,25 @@ def profile_table(profile: torch_profile, steps: int) -> list[tuple[str, float, 
     spent["dispatch_combine"] = spent.pop("moe", 0.0) - spent["router"] - spent["experts"]
     spent["step"] = whole
     return [(name, us / steps / 1000, us / whole) for name, us in spent.items()]
+
+
+def draw_profile(rows: Sequence[tuple[str, float, float]]) -> bytes:
+    """Returns a table of `profile_table` as a PNG of bars; the parts of forward passes stand below these."""
+    import matplotlib.figure
+
+    ms = {name: each for name, each, _ in rows}
+    names = [*PHASES, "other"]
+    after_forward = names.index("forward") + 1
+    names[after_forward:after_forward] = [name for name in PARTS if ms[name]]
+    figure = matplotlib.figure.Figure(figsize=(6.4, 0.28 * len(names) + 0.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    colours = ["#9ab8d3" if name in PARTS else "#1f5f99" for name in names]
+    bars = axes.barh([f"{name}  " for name in names], [ms[name] for name in names], color=colours)
+    axes.bar_label(bars, [f"{ms[name]:.3g}" for name in names], padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(f"ms of a step of {ms['step']:.3g} ms; pale: parts of forward passes")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()

@@ -5,10 +5,11 @@ import gzip
 import json
 
 import pytest
+from PIL import Image
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.runs.run_directory import PROFILE
+from orchestrator.runs.run_directory import PROFILE, PROFILE_PICTURE
 from orchestrator.training.fit import fit
 from orchestrator.training.profile import PARTS, PHASES, SKIPPED, TRACE
 
@@ -41,6 +42,13 @@ def test_the_parts_of_a_forward_pass_lie_within_it(profile):
     _, ms = profile
     assert all(ms[name] > 0 for name in PARTS)
     assert sum(ms[name] for name in PARTS) < ms["forward"] + ms["evaluate"]
+
+
+def test_the_picture_is_a_file_of_the_run(profile):
+    directory, _ = profile
+    with Image.open(directory / PROFILE_PICTURE) as picture:
+        assert picture.size[0] == 960
+        assert len(picture.convert("RGB").getcolors(1 << 20) or ()) > 10
 
 
 def test_the_trace_has_just_those_steps(profile):
