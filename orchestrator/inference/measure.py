@@ -11,13 +11,15 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from moe.overrides import AS_TRAINED, RoutingOverrides
@@ -47,6 +49,7 @@ from orchestrator.runs.sweep_directory import SweepDir
 SOURCES = str(Path(__file__).parents[2])
 GFLOPS_PER_S = 20.0  # about what a thread computes, to plan by
 ENERGIES = ("mj", "mj_q25", "mj_q75")  # columns of rows, where the system says it
+SAY_EVERY_S = 10.0
 TABLE, ROUNDS_TABLE = "inference.json", "inference_rounds.json"
 
 MeasuredRow = Mapping[str, Any]
@@ -212,7 +215,9 @@ def write_models(
     jobs = [
         (model.location, asdict(points.get(arm, AS_TRAINED)), paths[arm]) for arm, model in models.items()
     ]
-    failed = {arm: why for arm, why in zip(models, _write_onnx(jobs, _plugins(models)), strict=True) if why}
+    failed = {
+        arm: why for arm, why in zip(models, _write_onnx(jobs, _plugins(models), say), strict=True) if why
+    }
     for arm, reason in failed.items():
         say(f"{arm} is left out, because it cannot be written for {runtime}: {reason}")
     return {arm: path for arm, path in paths.items() if arm not in failed}, failed
@@ -232,40 +237,61 @@ def write_moe(model: ModelRef, path: str, *, trained: bool = True) -> None:
         export(model.location, path, fresh=True)
 
 
-def _write_onnx(models: Sequence[Any], plugins: Mapping[str, str]) -> list[str]:
+def _write_onnx(models: Sequence[Any], plugins: Mapping[str, str], say: Say) -> list[str]:
     """Writes the models of `WriterJob`; returns for each why it failed, empty if it did not."""
+    said_s, done = time.monotonic(), count(1)
+
+    def tell() -> None:
+        nonlocal said_s
+        number = next(done)
+        if time.monotonic() - said_s > SAY_EVERY_S:
+            said_s = time.monotonic()
+            say(f"{number} of {len(models)} models are written")
+
     workers = min(os.cpu_count() or 1, (len(models) + 1) // 2)
     shares = [models[number::workers] for number in range(workers)]
-    threads = _threads(max(1, (os.cpu_count() or 1) // workers))
+    threads = max(1, (os.cpu_count() or 1) // workers)
     found = [""] * len(models)
     with ThreadPoolExecutor(workers) as pool:
         jobs = [{"models": share, "plugins": plugins} for share in shares]
-        for number, reasons in enumerate(pool.map(partial(_in_process, "writer", **threads), jobs)):
+        for number, reasons in enumerate(
+            pool.map(partial(_in_process, "writer", threads=threads, each=tell), jobs)
+        ):
             found[number::workers] = reasons
     return found
 
 
-def _in_process(module: str, job: Any, **env: str) -> list[Any]:
-    """Returns what a module of this package prints for a job, when it is all that a process does.
+def _in_process(module: str, job: Any, threads: int, each: Callable[[], None] = lambda: None) -> list[Any]:
+    """Returns what a module of this package prints for a job, when it is all that a process does; calls
+    `each` for each thing.
 
     Raises:
         UsageError: if the process failed, as where a package is missing.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", f"orchestrator.inference.{module}"],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **env},
-        check=False,
-    )
-    if done.returncode:
-        raise UsageError(f"measuring failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", '"'))]
-
-
-def _threads(count: int) -> dict[str, str]:
-    return {f"{library}_NUM_THREADS": str(count) for library in ("OMP", "OPENBLAS", "MKL")}
+    own = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "OPENBLAS", "MKL")}
+    own["PYTHONPATH"] = f"{SOURCES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    found = list[Any]()
+    with TemporaryFile("w+") as given, TemporaryFile("w+") as errors:
+        json.dump(job, given)
+        given.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"orchestrator.inference.{module}"],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | own,
+        )
+        with process:
+            assert process.stdout
+            for line in process.stdout:
+                if line.startswith(("{", '"')):
+                    found.append(json.loads(line))
+                    each()
+        if process.returncode:
+            errors.seek(0)
+            raise UsageError(f"measuring failed: {(errors.read().strip().splitlines() or ['no word'])[-1]}")
+    return found
 
 
 def _plugins(models: Mapping[str, ModelRef]) -> dict[str, str]:
@@ -289,7 +315,7 @@ def run_clock(
         "at_most_s": at_most_s,
         "powercap": energy.POWERCAP,
     }
-    first, *lines = _in_process("clock", job, **_threads(setting.threads))
+    first, *lines = _in_process("clock", job, setting.threads)
     rounds = [Round(**line | {"ms": (*map(tuple, line["ms"]),), "mj": (*line["mj"],)}) for line in lines]
     return rounds, first["memory_mib"]
 
