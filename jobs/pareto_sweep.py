@@ -1,12 +1,12 @@
 """Train the arms of a sweep, find the Pareto frontier of quality against cost, and confirm its knee.
 
   python jobs/pareto_sweep.py
-  python jobs/pareto_sweep.py --sweep routers --seeds 3 --stop-early --budget-hours 2
+  python jobs/pareto_sweep.py --sweep study --seeds 3 --stop-early --budget-hours 2
   python jobs/pareto_sweep.py --tune train.lr=3e-3,1e-2,3e-2 --tune-seeds 2 --tune-at width=16
   python jobs/pareto_sweep.py --list
-  python jobs/pareto_sweep.py --sweep pareto --scale jft --plan --mfu 0.35 --device H100-80
+  python jobs/pareto_sweep.py --sweep study --scale cifar --plan --mfu 0.35 --device H100-80
   python jobs/pareto_sweep.py --plan --max-ms 0.4
-  python jobs/pareto_sweep.py --sweep pareto --search tpe --trials 40
+  python jobs/pareto_sweep.py --search tpe --trials 40
   ray job submit --working-dir . -- python jobs/pareto_sweep.py
 
 Run the same command again to continue: finished trials stay, interrupted trials go on from their checkpoints.
@@ -96,7 +96,7 @@ class SweepFlags:
     )
     models: tuple[str, ...] | None = flag(
         None,
-        "trained models of which a sweep makes its arms, as --sweep lit does: MODEL,MODEL,..",
+        "trained models of which the sweep makes its arms, if it is one of those: MODEL,MODEL,..",
         read=numbers(str, "MODEL,MODEL"),
     )
     quality: str | None = flag(

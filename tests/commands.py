@@ -8,14 +8,12 @@ import pytest
 
 from jobs.evaluate import EvaluateFlags
 from jobs.pareto_sweep import SweepFlags
-from jobs.plan import PlanFlags
 from jobs.predict import PredictFlags
 from jobs.train import RunFlags, preset
 from moe.codec import to_dict
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.evaluation.points import parse_point
-from wings.jobs.finetune import FineTuneFlags
 
 
 class Parsed(Exception):
@@ -47,7 +45,7 @@ def check_settings(flags: Any) -> None:
     run = flags.run if isinstance(flags, SweepFlags) else flags
     if isinstance(flags, EvaluateFlags | PredictFlags):
         parse_point(getattr(flags if isinstance(flags, PredictFlags) else flags.how, "set", ()))
-    elif isinstance(run, RunFlags | FineTuneFlags | PlanFlags):
+    elif hasattr(run, "set"):
         changes = {field: value for field, value in run.set if field != "help"}
         if isinstance(run, RunFlags) and run.init_from:
             changes["train.init_from"] = run.init_from

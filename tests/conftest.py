@@ -21,6 +21,8 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler.loadfile import LoadFileScheduling
 
+from moe.guests import PACKAGES
+from tests.lanes import absent_guests
 from tests.parts import png, poison_memory, start_ray
 
 if TYPE_CHECKING:
@@ -75,9 +77,16 @@ def pytest_configure(config: pytest.Config) -> None:
         load_plugins(files)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with what is shared, which takes longest. Tests for a GPU skip where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begins with what is shared, which takes longest. Tests for a GPU skip where there is none, and those of
+    guests are left out where a guest is absent.
+    """
     import torch
+
+    if absent_guests():
+        of_guests = [item for item in items if item.get_closest_marker("guests")]
+        config.hook.pytest_deselected(items=of_guests)
+        items[:] = [item for item in items if item not in of_guests]
 
     if not torch.cuda.is_available():
         for item in items:
@@ -241,7 +250,7 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]
 
     yield forget
     # A module of the project that was imported meanwhile is not imported again.
-    roots = ("moe", "orchestrator", "papers", "wings")
+    roots = ("moe", "orchestrator", *PACKAGES)
     for family, kinds in known:
         found = family.kinds.items()
         kinds.update({kind: cls for kind, cls in found if cls.__module__.split(".")[0] in roots})

@@ -16,11 +16,13 @@ dispatcher's `y_bf16`, which has no counterpart here.
 import sys
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe.guests import guests
 from tests.golden_causal import causal
 from tests.golden_gates import (
     balanced,
@@ -35,7 +37,6 @@ from tests.golden_gates import (
     seats,
     shared,
 )
-from tests.golden_image_text import contrastive, lit, retrieval, zero_shot
 from tests.golden_models import few_shot, lamb, model, optimizer, posemb, schedule, targets
 from tests.golden_recipes import block, drop_rates, repeated
 from tests.golden_report import Arrays, Meta, Report
@@ -49,7 +50,7 @@ from tests.golden_routers import (
     sparse_choice,
 )
 from tests.golden_text import canonicalize, padding
-from tests.golden_training import deit3_schedule, ema, layer_rates, soup, upcycle, vtab_labels
+from tests.golden_training import deit3_schedule, ema, layer_rates, soup, upcycle
 from tests.moe.parts import read_golden
 
 
@@ -93,11 +94,6 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "block": block,
     "drop_rates": drop_rates,
     "repeated": repeated,
-    "softmax": contrastive,
-    "sigmoid": contrastive,
-    "lit": lit,
-    "zeroshot": zero_shot,
-    "retrieval": retrieval,
     "canonicalize": canonicalize,
     "padding": padding,
     "ema": ema,
@@ -106,7 +102,6 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "soup": soup,
     "upcycle": upcycle,
     "causal": causal,
-    "vtab": vtab_labels,
     "gate": gate,
     "loss_free": loss_free,
     "quantile": quantile,
@@ -119,6 +114,9 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "shared": shared,
     "capacity_rules": capacities,
 }
+OF_GUESTS = {"wings": "tests.wings.image_text.goldens", "papers": "tests.papers.goldens"}
+for guest in guests():
+    FAMILIES |= import_module(OF_GUESTS[guest.__name__]).FAMILIES
 
 NOT_BUILT = {  # family -> why
     "base": "balanced assignment: a Sinkhorn plan is its smooth form, and runs on the device",

@@ -1,6 +1,4 @@
-"""Golden cases of averages of weights, rates by layer, DeiT's schedule, greedy soups, upcycled experts, and
-labels of VTAB.
-"""
+"""Golden cases of averages of weights, rates by layer, DeiT's schedule, greedy soups and upcycled experts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +16,6 @@ from orchestrator.evaluation.soup import greedy
 from orchestrator.optimizers import SGDConfig
 from orchestrator.schedules import DeitConfig
 from orchestrator.training.average import Average
-from papers.vmoe import vtab
 from tests.golden_report import EXPERTS, Arrays, Meta, Report
 from tests.moe.parts import build_layer
 
@@ -132,12 +129,3 @@ def _combine(routing, experts: int, tokens: int) -> Tensor:
     rows = routing.dispatch(torch.zeros(1, tokens, 1, dtype=torch.float64)).shape[1]
     answers = torch.eye(experts, dtype=torch.float64)[:, None].expand(-1, rows, -1)
     return routing.combine(answers)[0]
-
-
-def vtab_labels(z: Arrays, meta: Meta, report: Report) -> None:
-    """Returns what the classes are made of; of a count, the objects."""
-    for task in sorted({task for task, *_ in meta["cases"]}):
-        rule = getattr(vtab, task)
-        cases = [(value, label) for name, value, label in meta["cases"] if name == task]
-        found = [rule(len(value) if task == "clevr_count" else value) for value, _ in cases]
-        report.exact(task, found == [label for _, label in cases])

@@ -1,9 +1,11 @@
-"""Cases of a parametrised test in different lanes."""
+"""Cases of a parametrised test in different lanes, and which guests' tests there are."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+from moe.guests import PACKAGES, guests
 
 
 def mostly_slow(cases: Iterable[Any], fast: Collection[Any]) -> list[Any]:
@@ -21,3 +23,8 @@ def _marked(cases: Iterable[Any], fast: Collection[Any], mark: pytest.MarkDecora
         return case if case in fast else pytest.param(*values, marks=mark)
 
     return [marked(case) for case in cases]
+
+
+def absent_guests() -> set[str]:
+    """Returns the packages of `moe.guests` that are not beside the core. Tests marked `guests` need all."""
+    return {*PACKAGES} - {guest.__name__ for guest in guests()}

@@ -23,6 +23,7 @@ import pytest
 import moe
 import orchestrator
 from jobs import evaluate
+from moe.guests import PACKAGES
 from orchestrator.costs import known_costs
 from orchestrator.runs.metrics_file import read_metrics
 from orchestrator.tasks import ClassificationConfig
@@ -125,10 +126,19 @@ def commands(script: str) -> Iterator[list[str]]:
             command.append(word)
 
 
-JOB = re.compile(r"((papers|wings)/)?jobs/\w+\.py")
+JOB = re.compile(rf"(({'|'.join(PACKAGES)})/)?jobs/\w+\.py")
+# Pages with a command, a sweep or a format of the guests.
+OF_GUESTS = ("cluster", "data", "early_stopping", "evaluation", "planning", "routers", "study", "sweeps")
+OF_GUESTS += ("texts", "weights")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.guests if page.stem in OF_GUESTS else (), id=page.name)
+        for page in PAGES
+    ],
+)
 def test_commands_parse_or_need_something_that_is_named(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 from bench.answer import table as answer_table
 from bench.graphs import table as graphs_table
@@ -100,6 +101,7 @@ def test_a_figure_has_a_file_a_test_or_a_row() -> None:
     assert [*used.symmetric_difference(origins)] == [], "rows whose words are on no page, or at no figure"
 
 
+@pytest.mark.guests  # tests of theirs are named too
 def test_what_is_named_is_there() -> None:
     for page in PAGES:
         text = page.read_text()

@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
+
 from bench.harness import RESULTS
 from bench.layouts import PAGE, with_tables
 from moe.presets import PRESETS
 
 
+@pytest.mark.guests
 def test_the_page_has_every_model() -> None:
     rows = json.loads((RESULTS / "layouts.json").read_text())["rows"]
     page = PAGE.read_text()

@@ -201,12 +201,6 @@ def test_a_line_of_the_table_adds_a_format(
     assert wrote == ["torch", "onnx", "text"]
 
 
-def test_a_mixture_is_refused_by_other_libraries(home, call, tmp_path):
-    code, _ = call("soft", "--out", f"{tmp_path}/soft", "--format", "timm")
-    assert code == "error: timm cannot express experts: --format moe, torch or onnx can"
-    assert not (tmp_path / "soft").exists()
-
-
 def test_for_mlflow(
     home: Path, call: Call, digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,17 +218,6 @@ def test_for_mlflow(
     code, _ = call("soft", "--out", outs[0], *MLFLOW)
     assert code == f"error: {outs[0]} holds an export already; --fresh replaces it"
     assert call("soft", "--out", outs[0], *MLFLOW, "--fresh")[0] == ""
-
-
-def test_an_exported_file_goes_out(empty_home, call, tmp_path):
-    """Of a dense model, beside its file."""
-    fields = {"model.moe": None, "model.width": 16, "model.image_size": 8, "model.patch_size": 2}
-    one = exported(tmp_path / "one.safetensors", fields)
-    out = f"{tmp_path}/one-timm"
-    code, said = call(one.location, "--out", out, "--format", "timm")
-    assert (code, said) == ("", f"{out}: timm.create_model('local-dir:{out}', pretrained=True)\n")
-    images = torch.randn(3, 3, 8, 8)
-    assert torch.equal(load_model(out)(images).logits, one.load()(images).logits)
 
 
 def test_class_names_of_data_that_is_gone(home):

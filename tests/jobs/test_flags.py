@@ -15,8 +15,6 @@ from orchestrator import tracking
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.catalog import SCALES, SWEEPS
 from orchestrator.tracking.tensorboard import TensorBoardConfig
-from papers.jobs import inspect_routing, study
-from wings.jobs import finetune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +130,8 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
         (evaluate.EvaluateFlags, "soft --seeds 5", "--seeds does nothing without --shots"),
         (evaluate.EvaluateFlags, "soft --grid --per-class", "--per-class does nothing with --grid"),
         (evaluate.EvaluateFlags, "soft --grid --shots 1", "--grid and --shots exclude each other"),
-        (evaluate.EvaluateFlags, "soft --page x", "--page does nothing without --retrieval"),
-        (evaluate.EvaluateFlags, "soft --zero-shot x --page y", "--page does nothing with --zero-shot"),
-        (evaluate.EvaluateFlags, "soft --zero-shot x --grid", "--grid and --zero-shot exclude each other"),
         (evaluate.EvaluateFlags, "soft --repeats 0", "repeats must be at least 1, got 0"),
         (evaluate.EvaluateFlags, "soft --random-subsets 1", "a deviation needs at least 2 random subsets"),
-        (inspect_routing.InspectFlags, "soft --layers last", "--layers: 'last': write numbers"),
-        (inspect_routing.InspectFlags, "soft --capacities 0", "--capacities (0.0,): each must be above 0"),
         (plan.PlanFlags, "--json", "--json does nothing without --cost or --check"),
         (plan.PlanFlags, "S/16 B/16", "2 models: layouts are planned for one, --cost compares several"),
         (plan.PlanFlags, "--cost --set train.lr=1", "--set does nothing with --cost"),
@@ -148,11 +141,6 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
         (predict.PredictFlags, "m --images a --out b --threshold 1.5", "--threshold 1.5: a probability is"),
         (predict.PredictFlags, "m --images a --out b --threshold nan", "--threshold nan: a probability is"),
         (evaluate.EvaluateFlags, "soft --ep 2", "--ep 2 does nothing without --workers"),
-        (study.StudyFlags, "k --stop-at 0.9", "--stop-at is a flag of the study specialisation, not of k"),
-        (finetune.FineTuneFlags, "soft", "name the images by --data, or by --suite, and not by both"),
-        (finetune.FineTuneFlags, "soft --data d --suite s", "by --suite, and not by both"),
-        (finetune.FineTuneFlags, "soft --data d --root r", "--root r is for the paths in a --suite"),
-        (study.StudyFlags, "specialisation --stop-at 95", "--stop-at 95.0 must lie between 0 and 1"),
     ],
 )
 def test_mistakes_of_commands(
@@ -162,12 +150,8 @@ def test_mistakes_of_commands(
 
 
 def test_one_set_takes_several_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    for flags, words in (
-        (train.RunFlags, []),
-        (finetune.FineTuneFlags, ["soft", "--data", "d"]),
-        (plan.PlanFlags, []),
-    ):
-        monkeypatch.setattr(sys, "argv", ["job", *words, "--set", "train.steps=9", "train.lr=1"])
+    for flags in (train.RunFlags, plan.PlanFlags):
+        monkeypatch.setattr(sys, "argv", ["job", "--set", "train.steps=9", "train.lr=1"])
         assert parse(flags, "").set == (("train.steps", "9"), ("train.lr", "1"))
 
 
@@ -206,8 +190,8 @@ def test_a_sweep_in_a_file(
 
 
 def test_a_sweep_is_named_after_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    for words, name in (([], "routers"), (["--scale", "cifar"], "routers-cifar")):
-        monkeypatch.setattr(sys, "argv", ["job", "--sweep", "routers", *words])
+    for words, name in (([], "study"), (["--scale", "cifar"], "study-cifar")):
+        monkeypatch.setattr(sys, "argv", ["job", "--sweep", "study", *words])
         assert parse(SweepFlags, "").named_sweep().base.name == name
 
 

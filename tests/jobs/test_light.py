@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 from mlflow.exceptions import MlflowException
 
+from jobs import _main
 from jobs._cli import OUT_OF_BUDGET, command, with_flags
+from moe.guests import PACKAGES
 from orchestrator.errors import BudgetExhausted, UsageError
 from orchestrator.sweeps.search import SearchOptions
 from tests.jobs.bare import run_bare
-from wings.transfer import finetune
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(
     str(path.relative_to(ROOT))
-    for path in (*ROOT.glob("jobs/*.py"), *ROOT.glob("papers/jobs/*.py"), *ROOT.glob("wings/jobs/*.py"))
+    for folder in (".", *PACKAGES)
+    for path in ROOT.glob(f"{folder}/jobs/*.py")
     if 'if __name__ == "__main__"' in path.read_text()
 )
 HEAVY = ("torch", "ray", "mlflow")
@@ -42,22 +44,18 @@ class Stop:
         if name == "torch":
             raise SystemExit("torch is loaded")
 sys.meta_path.insert(0, Stop())
-sys.argv = ["plan.py", "--cost", "S/16", "--json"]
+sys.argv = ["plan.py", "S/16"]
 runpy.run_path("jobs/plan.py", run_name="__main__")
 """
 
 
 NO_STORAGE = """
 import json, runpy, sys
-answers = []
-for words in (["jobs/train"], ["jobs/pareto_sweep"], ["jobs/evaluate", "soft"],
-              ["wings/jobs/finetune", "soft", "--data", "x"]):
-    sys.argv = [words[0], *words[1:], "--storage", "/proc/x"]
-    try:
-        runpy.run_path(f"{words[0]}.py", run_name="__main__")
-    except SystemExit as stop:
-        answers.append((stop.code, "torch" in sys.modules))
-print(json.dumps(answers))
+sys.argv = [*sys.argv[1:], "--storage", "/proc/x"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as stop:
+    print(json.dumps([stop.code, "torch" in sys.modules]))
 """
 
 
@@ -69,7 +67,7 @@ def answers() -> list[tuple[str, str, int, list[str], str]]:
 
 
 def test_help_and_usage_errors_load_no_large_library(answers: list[Any]):
-    assert len(COMMANDS) == 15
+    assert len(COMMANDS) == len(_main.COMMANDS)
     assert len(answers) == 2 * len(COMMANDS)
     for name, flag, code, loaded, said in answers:
         assert code == (0 if flag == "--help" else 2), (name, said)
@@ -79,24 +77,25 @@ def test_help_and_usage_errors_load_no_large_library(answers: list[Any]):
 
 def test_the_first_line_comes_before_torch():
     done = run_bare("-c", FIRST_LINE)
-    assert done.stderr.splitlines() == ["computing costs: loading libraries ..", "torch is loaded"]
+    assert done.stdout.startswith("planning S/16 on 8 devices: loading libraries ..\n")
+    assert done.stderr == "torch is loaded\n"
 
 
-def test_a_storage_that_cannot_be_written_to_is_refused_before_torch_is_loaded():
-    done = run_bare("-c", NO_STORAGE)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["jobs/train.py"],
+        ["jobs/pareto_sweep.py"],
+        ["jobs/evaluate.py", "soft"],
+        pytest.param(["wings/jobs/finetune.py", "soft", "--data", "x"], marks=pytest.mark.guests),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_storage_that_cannot_be_written_to_is_refused_before_torch_is_loaded(words: list[str]):
+    done = run_bare("-c", NO_STORAGE, *words)
     assert done.returncode == 0, done.stderr
     refused = "error: --storage /proc/x cannot be written to: No such file or directory"
-    assert json.loads(done.stdout.splitlines()[-1]) == [[refused, False]] * 4
-
-
-def test_help_states_what_holds(answers: list[Any]):
-    """Numbers and names that stand in libraries too, which help does not load."""
-    shown = {name: " ".join(said.split()) for name, flag, _, _, said in answers if flag == "--help"}
-    short = finetune.SIZES["short"]
-    assert f"train.steps={short.steps}, train.lr={finetune.LR}," in shown["wings/jobs/finetune.py"]
-    assert f"data.batch_size={short.batch_size}," in shown["wings/jobs/finetune.py"]
-    assert f"expert_dropout={finetune.EXPERT_DROPOUT}," in shown["wings/jobs/finetune.py"]
-    assert f"capacity_factor={finetune.CAPACITY}" in shown["wings/jobs/finetune.py"]
+    assert json.loads(done.stdout.splitlines()[-1]) == [refused, False]
 
 
 def test_messages_of_the_library_name_flags_on_the_command_line() -> None:

@@ -270,17 +270,6 @@ def test_captions_are_described_before_anything_trains(call: Call, tmp_path: Pat
     assert read_tokenizer(out).size() == 585
 
 
-def test_text_is_packed_as_sequences(call: Call, tmp_path: Path) -> None:
-    write(tmp_path / "in", {"a.txt": b"abcdefghij" * 10, "b.txt": b"\xff"})
-    out = str(tmp_path / "out")
-    error, lines = call("--source", f"text:{tmp_path / 'in'}?length=9", "--out", out)
-    assert error == ""
-    assert lines[0] == f"skipped {tmp_path / 'in'}/b.txt: is not UTF-8"
-    assert lines[-1] == f"{out}: 8 training and 2 validation sequences, 1 classes, 1 skipped"
-    error, _ = call("--source", f"text:{tmp_path / 'in'}?length=9", "--out", str(tmp_path / "in" / "out"))
-    assert "lie in each other" in error
-
-
 def test_captions_that_all_differ_need_no_warning(call: Call, tmp_path: Path) -> None:
     members = {f"{n}.png": numbered(n) for n in range(40)} | {f"{n}.txt": b"%d" % n for n in range(40)}
     write(tmp_path / "in", members)

@@ -143,7 +143,7 @@ def test_a_search_learns_from_its_own_data_alone(
 ) -> None:
     greys, _ = pack_greys(train=64)
     for data, refused in ((digits, False), (greys, True)):
-        flags = ["--sweep", "pareto", "--search", "random", "--warm-start", "tiny"]
+        flags = ["--sweep", "quickstart", "--search", "random", "--warm-start", "tiny"]
         monkeypatch.setattr(sys, "argv", ["job", *flags, "--storage", str(trained_home), "--data", data])
         asked = parse(pareto_sweep.SweepFlags, "")
         with pytest.raises(UsageError, match="tiny was trained on other data") if refused else nullcontext():

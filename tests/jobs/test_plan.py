@@ -2,13 +2,11 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jobs import plan
-from papers import costs
 from tests.jobs.bare import run_bare
 
 Call = Callable[..., tuple[str, str]]
@@ -77,7 +75,6 @@ def test_where_auto_does_not_fit(call: Call) -> None:
         (["--devices", "0"], "workers must be at least 1, got 0"),
         (["--devices", "6"], "data.batch_size=64 does not divide over workers=6"),
         (["--inter", "0"], "the rates of links must be positive"),
-        (["--cost", "S/17"], "unknown model 'S/17'; known: debug, S/32, "),
     ],
 )
 def test_mistakes(call: Call, args: list[str], message: str) -> None:
@@ -125,7 +122,6 @@ def test_dry_run_says_what_does_not_fit(call: Call) -> None:
             ["soft-S/16-128e", "--workers", "56", "--ep", "8", "--set", "data.batch_size=56"],
             "rows in each expert, which dp=7 does not divide to shard them; use one of [1, 2, 3, 4, 6, 8, 12",
         ),
-        (["lit-S/16"], "set task.kind=contrastive"),
     ],
 )
 def test_layouts_that_are_refused(call: Call, args: list[str], message: str) -> None:
@@ -134,45 +130,6 @@ def test_layouts_that_are_refused(call: Call, args: list[str], message: str) -> 
     assert message in error
     assert "\n" not in error
     assert not lines
-
-
-@pytest.mark.smoke
-def test_costs_beside_every_row_of_the_papers() -> None:
-    job = run_bare("jobs/plan.py", "--cost")
-    assert job.returncode == 0, job.stderr
-    assert job.stderr == "computing costs: loading libraries ..\n"
-    lines = job.stdout.splitlines()
-    assert max(map(len, lines)) <= 110
-    rows = [line.split() for line in lines[2:]]
-    assert [row[0] for row in rows] == [row.model for row in costs.PRINTED]
-    assert rows[0][:10] == ["S/16", "33.06M", "33.06M", "33M", "+0.2", "9.2", "9.2", "-0.3", "3", "225.4"]
-    assert " NO" not in job.stdout
-
-
-def test_costs_as_json(call: Call) -> None:
-    code, out = call(plan.main, "--cost", "--json", "soft-B/16-128e", "vmoe-B/32")
-    assert code == ""
-    printed, plain = json.loads(out)
-    assert printed["params"] == 3_707_638_687
-    assert printed["paper"] == {"params": 3.7e9, "gflop": 32.0, "exaflop": 1769.5}
-    assert printed["train_exaflops"] == pytest.approx(1760.1, abs=0.1)
-    assert printed["train_images"] == 9_000_000 * 4096
-    assert printed["train_flops_per_mac"] == 3
-    assert printed["within"] is True
-    assert plain["num_classes"] == 1000
-    assert plain["active_params"] < plain["params"]
-    assert plain["within"] is plain["train_exaflops"] is None
-    assert plain["difference_percent"] == {"params": None, "gflop": None, "exaflop": None}
-
-
-def test_a_row_that_is_out_fails(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = [replace(row, exaflop=250.0) if row.model == "S/16" else row for row in costs.PRINTED]
-    monkeypatch.setattr(costs, "PRINTED", wrong)
-    code, out = call(plan.main, "--cost", "S/16", "B/16")
-    assert code == "1"
-    lines = out.splitlines()
-    assert " NO " in lines[2]
-    assert " yes " in lines[3]
 
 
 @pytest.mark.usefixtures("empty_home", "cluster")

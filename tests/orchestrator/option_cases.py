@@ -1,12 +1,14 @@
-"""For every field of every config: another value, and what then differs (`tests.orchestrator.effects`)."""
+"""For every field of every config: another value, and what then differs (`tests.orchestrator.effects`).
+
+Guests have such tables of their own members.
+"""
 
 from collections.abc import Mapping
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from moe.guests import join_families
-
-join_families()  # their members have cases too
+from moe.guests import guests
 
 Changes = Mapping[str, Any]
 NOTHING: Changes = MappingProxyType({})
@@ -59,30 +61,6 @@ def router(kind: str, **fields: Any) -> dict[str, Any]:
     return SMALL | block | below("model.moe.router", {"kind": kind, **fields})
 
 
-WORDS = "\n".join(["a", "digit", "photo", "small", "the", "two"])
-TEXT = {"tokenizer.kind": "words", "tokenizer.vocabulary": WORDS, "vocabulary": 40, "length": 6, **SIZES}
-TOWERS = (
-    TINY
-    | {"model.kind": "two_towers", "model.image.kind": "vit", "task.kind": "contrastive"}
-    | below("model.image", {"image_size": 8, "patch_size": 4, **SIZES})
-    | below("model.text", TEXT)
-)
-PIECES = TOWERS | below("model.text", {"vocabulary": 600, "length": 12})
-BPE = PIECES | below("model.text.tokenizer", {"kind": "bpe", "vocabulary": ""})
-DECODER = TINY | below("model", {"kind": "decoder", "length": 12, **SIZES}) | {"task.kind": "next_token"}
-ASTROFORMER = TINY | below(
-    "model",
-    {
-        "kind": "astroformer",
-        "image_size": 16,
-        "num_classes": 10,
-        "stages": "CT",
-        "widths": (8, 16),
-        "depths": (1, 2),
-        "stem_width": 4,
-        "head_dim": 8,
-    },
-)
 TOKENS, EXPERTS = router("token_choice"), router("expert_choice")
 CAPACITY = {
     "capacity_factor": 0.5,
@@ -116,48 +94,6 @@ MODELS = {
         "head_bias": Case(-2.0, given={"task.loss": "sigmoid"}),
         "moe": Case({"num_experts": 4}, BOTH),
     }),
-    "AstroformerConfig": Place("model", BOTH, ASTROFORMER, {
-        "image_size": 8,
-        "num_classes": 12,
-        "stages": "TT",
-        "widths": (8, 24),
-        "depths": (2, 2),
-        "stem_width": 8,
-        "head_dim": Case(16, "steps"),
-        "dropout": Case(0.5, "steps"),
-        "moe": {"layers": (1,), "num_experts": 4},
-    }),
-    "DecoderConfig": Place("model", BOTH, DECODER, {
-        "length": 6,
-        "width": 32,
-        "depth": 3,
-        "heads": Case(4, "steps"),
-        "mlp_dim": 64,
-        "qk_norm": Case(True, "steps"),
-        "moe": {"num_experts": 4, "router.kind": "mixture"},
-    }),
-    "TwoTowersConfig": Place("model", "steps", TOWERS, {
-        "image": Case({"width": 32}, BOTH, {"model.embed_dim": 8}),
-        "text": Case({"width": 32}, BOTH, {"model.embed_dim": 8}),
-        "embed_dim": Case(24, BOTH),
-        "scale": 5.0,
-        "bias": Case(-5.0, given={"task.loss": "sigmoid"}),
-    }),
-    "TextConfig": Place("model.text", "steps", TOWERS | {"model.embed_dim": 8}, {
-        "tokenizer": Case({"vocabulary": "a\ndigit"}),
-        "vocabulary": Case(50, "steps planned:disk"),
-        "length": Case(4, BOTH),
-        "width": Case(32, BOTH),
-        "depth": Case(3, BOTH),
-        "heads": 4,
-        "mlp_dim": Case(64, BOTH),
-        "attention": ALL,
-        "pooling": ALL,
-        "qk_norm": True,
-        "moe": {"num_experts": 4},
-    }),
-    "WordsConfig": Place("model.text.tokenizer", "steps", PIECES, {"vocabulary": "a\ndigit"}),
-    "BPEConfig": Place("model.text.tokenizer", "steps", BPE, {"vocabulary": "t h\nth e</w>"}),
 }  # fmt: skip
 
 LAYERS = {
@@ -284,14 +220,6 @@ TRAINING = {
         "binarised": Case(True, given={"task.loss": "sigmoid", "data.augment": "mixup"}),
         "class_weights": (0.5,) * 9 + (5.5,),
     }),
-    "ContrastiveConfig": Place("task", "steps", TOWERS, {
-        "loss": ALL,
-        "captions": 1,
-        "equal_captions": ALL,
-        "classes": Case(("zero", "two"), "steps:val steps:beside"),
-        "templates": Case(("a small {}",), "steps:beside", {"task.classes": ("zero", "two")}),
-    }),
-    "NextTokenConfig": Place("task", "steps", DECODER, {}),
     "AdamWConfig": optimizer("adamw", MOMENTS | {
         "state_dtype": Case(ALL, "steps:weights planned:memory"),
     }),
@@ -321,3 +249,10 @@ TRAINING = {
         epoch_steps=1,
     ),
 }  # fmt: skip
+OF_GUESTS = {"wings": "tests.wings.option_cases", "papers": "tests.papers.option_cases"}
+
+
+def joined(name: str) -> dict[str, Place]:
+    """Returns the table of that name, ``MODELS`` or ``TRAINING``, with the places of the guests."""
+    tables = [vars(import_module(OF_GUESTS[guest.__name__])) for guest in guests()]
+    return globals()[name] | {cls: place for table in tables for cls, place in table.get(name, {}).items()}

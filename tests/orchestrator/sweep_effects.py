@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from jobs._sweep_plan import printed_costs
 from orchestrator import tracking
 from orchestrator.codec import override, to_dict
 from orchestrator.costs import computed
@@ -31,10 +30,6 @@ def trials(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
     """Returns the trials that a sweep has."""
     found = sweep.trials().values()
     return {t.name: (to_dict(t.run), t.role, t.arm, t.after, t.labels(bool(sweep.seeds))) for t in found}
-
-
-def printed(sweep: Sweep, options: SweepOptions) -> Any:
-    return printed_costs(sweep)
 
 
 class _Watch(sweep_run.Watch):
@@ -123,9 +118,7 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
     }
 
 
-SWEEP: dict[str, Callable[[Sweep, SweepOptions], Any]] = {
-    each.__name__: each for each in (trials, printed, swept)
-}
+SWEEP: dict[str, Callable[[Sweep, SweepOptions], Any]] = {each.__name__: each for each in (trials, swept)}
 
 
 _SEEN: dict[str, Any] = {}

@@ -83,6 +83,7 @@ def test_peak_of_a_step(router: str, fields: dict[str, Any]) -> None:
     assert tried.optimizer - estimated.memory["optimizer"] == counts
 
 
+@pytest.mark.guests
 @pytest.mark.smoke
 def test_a_frozen_tower_of_full_size() -> None:
     """It has no gradients and moments, and autograd keeps nothing of it."""

@@ -32,7 +32,10 @@ def test_numbers() -> None:
         (FLOPS, (4.43e10, 1e12), f"Training (GFLOP, 6 {TIMES} MAC)", (44.3, 1000)),
         (FLOPS, (3e27,), f"Training (YFLOP, 6 {TIMES} MAC)", (3000,)),
         (FLOPS, (NAN, 0.0), f"Training (FLOP, 6 {TIMES} MAC)", ()),
-        ("cost/train_flops_3mac", (2e18,), f"Training (EFLOP, 3 {TIMES} MAC)", (2,)),
+        pytest.param(
+            *("cost/train_flops_3mac", (2e18,), f"Training (EFLOP, 3 {TIMES} MAC)", (2,)),
+            marks=pytest.mark.guests,
+        ),
         (PARAMS, (2.5e5, 8e6), "Parameters (k)", (250, 8000)),
         (PARAMS, (12.0,), "Parameters", (12,)),
         (SECONDS, (2e5, 1e-5), "Device time (s)", (2e5, 1e-5)),

@@ -19,8 +19,11 @@ from moe.parallel import ParallelConfig, build_whole
 from moe.presets import PRESETS
 from moe.routers import SoftConfig
 from moe.routing import RoutingInput
+from orchestrator.config import RunConfig, TrainConfig
 from papers.implicit_bias.astroformer import Astroformer, AstroformerConfig, ConvBlock, RelativeAttention
 from tests.moe.parts import randn
+from wings.image_text.contrastive import ContrastiveConfig
+from wings.image_text.two_towers import TwoTowersConfig
 
 SOFT = MoEConfig(layers="last_2", num_experts=4, router=SoftConfig(), residual=False)
 SMALL = AstroformerConfig(
@@ -230,3 +233,13 @@ def test_refusals(fields, message) -> None:
         replace(SMALL, **fields)
     with pytest.raises(ValueError, match="a dense model has no routing"):
         SMALL.build()(randn(1, 3, 16, 16), routing_overrides=RoutingOverrides(experts=1))
+
+
+def test_batch_norm_refuses_microbatches() -> None:
+    """Also of a tower."""
+    small = TrainConfig(microbatch=32)
+    with pytest.raises(ValueError, match=r"microbatch=32 would change the results of .*'astroformer', which"):
+        RunConfig(model=AstroformerConfig(), train=small)
+    towers = TwoTowersConfig(image=AstroformerConfig())
+    with pytest.raises(ValueError, match=r"microbatch=32 would change the results of .*'two_towers'"):
+        RunConfig(model=towers, task=ContrastiveConfig(), train=small)

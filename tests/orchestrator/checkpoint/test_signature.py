@@ -1,6 +1,5 @@
 """The signature of a model: the same behind every door."""
 
-import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -27,8 +26,6 @@ from orchestrator.data.preparation import Preparation
 from orchestrator.evaluation.soup import write_soup
 from orchestrator.tracking.pyfunc import write_pyfunc
 from tests.orchestrator.data.images import encoded, exif
-from wings.weights import foreign_folder, plan_import, write_import
-from wings.weights.outward import write_foreign
 
 RNG = np.random.default_rng(0)
 # Bicubic sums stay within 0..255: two libraries cut them at different times.
@@ -60,11 +57,14 @@ SIGNED = signature_of(
 )
 
 
+def write_signed(folder: Path) -> ModelRef:
+    write_export(str(folder), RUN.model.build(seed=0).state_dict(), RUN, signature=SIGNED, more={})
+    return read_model(f"{folder}/model.safetensors")
+
+
 @pytest.fixture(scope="module")
 def signed(tmp_path_factory: pytest.TempPathFactory) -> ModelRef:
-    folder = str(tmp_path_factory.mktemp("signed") / "model")
-    write_export(folder, RUN.model.build(seed=0).state_dict(), RUN, signature=SIGNED, more={})
-    return read_model(f"{folder}/model.safetensors")
+    return write_signed(tmp_path_factory.mktemp("signed") / "model")
 
 
 def test_what_it_says(signed: ModelRef) -> None:
@@ -112,36 +112,6 @@ def test_graphs_have_it(signed: ModelRef, tmp_path: Path) -> None:
         assert off < 1.01 * 2 / 255, (way, resize, name)
         logits = model(pixels[None]).logits[0]
         assert reader["probabilities"](image) == pytest.approx(logits.sigmoid().detach().numpy(), abs=0.01)
-
-
-@pytest.mark.parametrize("library", ["timm", "huggingface"])
-def test_other_libraries_take_it_and_give_it_back(library: str, signed: ModelRef, tmp_path: Path) -> None:
-    out, back = str(tmp_path / "theirs"), str(tmp_path / "back")
-    write_foreign(out, foreign_folder(library, signed), signed)  # pyright: ignore[reportArgumentType]
-    write_import(plan_import(out, name="back"), back)
-    found = read_model(f"{back}/model.safetensors")
-    assert found.signature.source.startswith(("timm", "Hugging Face"))
-    assert replace(found.signature, source=SIGNED.source, licence=SIGNED.licence) == SIGNED
-    assert found.run.task == RUN.task
-    config = json.loads(Path(out, "config.json").read_text())
-    assert library == "timm" or config["problem_type"] == "multi_label_classification"
-
-
-def test_what_the_library_says_since_then_goes_before(signed: ModelRef, tmp_path: Path) -> None:
-    """transformers keeps the signature of a model that it trains on and saves: with another head and crop."""
-    out = tmp_path / "theirs"
-    write_foreign(str(out), foreign_folder("huggingface", signed), signed)
-    config = json.loads((out / "config.json").read_text())
-    processor = json.loads((out / "preprocessor_config.json").read_text())
-    single = {"problem_type": "single_label_classification", "id2label": {"0": "a", "1": "b", "2": "c"}}
-    (out / "config.json").write_text(json.dumps(config | single))
-    other = {"do_center_crop": False, "size": {"height": 16, "width": 16}}
-    (out / "preprocessor_config.json").write_text(json.dumps(processor | other))
-    planned = plan_import(str(out), name="back")
-    assert (planned.run.task.output, planned.facts.classes) == ("softmax", ("a", "b", "c"))
-    assert planned.run.data.eval_crop == 1
-    assert "not of its signature any more" in str(planned)
-    assert "its signature: background white, white 4095" in str(planned)
 
 
 @pytest.mark.parametrize("tree", ["{}", "[]", '{"image_size": -1}', '{"image_size": 8, "crop": 2}', "no"])

@@ -16,7 +16,7 @@ from orchestrator.data.batch import Batch
 from orchestrator.evaluation import answers
 from orchestrator.evaluation.answers import AnswerFigures, KeptAnswers, average_precision, best_temperature
 from orchestrator.tasks import ClassificationConfig
-from wings.language.next_token import NextTokenConfig
+from tests.own.brightness import BrightnessConfig
 
 IMAGES, CLASSES = 203, 6
 
@@ -163,7 +163,7 @@ def test_what_is_undefined_is_said() -> None:
 
 def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task without classes has no such figures, and more answers than fit into memory are none."""
-    kept = KeptAnswers(NextTokenConfig(), images=4)
+    kept = KeptAnswers(BrightnessConfig(), images=4)
     place = torch.arange(4)
     kept.add({}, Batch(fields={}, valid=torch.ones(4), key=place, sample=place))
     assert vars(kept.figures()) == vars(AnswerFigures())

@@ -1,6 +1,5 @@
 """One law: of a model whose outputs are not finite, nothing that answers gives a number or a class."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,7 @@ from mlflow.exceptions import MlflowException
 from moe.overrides import AS_TRAINED
 from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import read_metadata, write_file
-from orchestrator.codec import to_dict
-from orchestrator.config import FewShotConfig, RunConfig
+from orchestrator.config import FewShotConfig
 from orchestrator.data.batch import Batch
 from orchestrator.data.images import Transform
 from orchestrator.errors import UsageError
@@ -29,11 +27,6 @@ from orchestrator.training.fewshot import few_shots
 from orchestrator.training.loop import evaluate as validation
 from tests.orchestrator.evaluation.exported import SOFT, exported
 from tests.parts import png
-from tests.wings.image_text.test_contrastive import WORDS, small_run
-from wings.image_text import evaluation as image_text
-
-TEN = (*WORDS.vocabulary.split(), "zero one")
-NAMES = image_text.ClassNames(classes=TEN, templates=("a photo of {}",))
 
 
 def predicted(model: ModelRef, data: str, **settings: Any) -> None:
@@ -91,17 +84,6 @@ CLASSIFIER: dict[str, Entry] = {
     "pyfunc": served,
     "validation": validated,
 }
-TOWERS: dict[str, Entry] = {
-    "predict --classes": partial(predicted, names=NAMES),
-    "evaluate": figures,
-    "evaluate --zero-shot": lambda model, data: image_text.zero_shot_scores(
-        model.load(), images(model, data, fields={}), NAMES
-    ),
-    "evaluate --retrieval": lambda model, data: image_text.embed_pairs(
-        model.load(), images(model, data, fields=image_text.CAPTIONS)
-    ),
-    "validation": validated,
-}
 
 
 def damaged(model: ModelRef, tensor: str) -> ModelRef:
@@ -128,16 +110,6 @@ def test_a_grid_has_no_points(classifier: ModelRef, few_digits: str, tmp_path: P
     with pytest.raises(UsageError, match="not finite for 60 of 60 images"):
         evaluate._rows(task_of(damaged(classifier, "head.bias"), few_digits, str(tmp_path / "results")))
     assert not (tmp_path / "results").exists()
-
-
-@pytest.mark.parametrize("tensor", ["image.norm.weight", "text.norm.weight"])
-@pytest.mark.parametrize("entry", TOWERS)
-def test_two_towers_answer_nothing(entry: str, tensor: str, captioned: str, tmp_path: Path) -> None:
-    run: RunConfig = small_run(classes=NAMES.classes)
-    path = str(tmp_path / "towers.safetensors")
-    write_file(path, run.model.build(seed=0).state_dict(), {"config": json.dumps(to_dict(run))})
-    with pytest.raises(UsageError, match="not finite"):
-        TOWERS[entry](damaged(read_model(path), tensor), captioned)
 
 
 def test_what_counts_as_not_finite_by_hand() -> None:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from orchestrator.training.fewshot import few_shots
 from tests.lanes import mostly_slow
 from tests.moe.parity import default_dtype, one_rank, spawn
 from tests.moe.parts import images
-from tests.wings.image_text.test_contrastive import small_run
-from wings.image_text.evaluation import CAPTIONS, ClassNames, embed_pairs, zero_shot_scores
 
 LAYOUTS = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # ranks -> ep
 SMALL = {"model.width": 16, "model.depth": 4, "model.moe.num_experts": 4}
@@ -39,13 +36,11 @@ CASES = {
     "token": (SMALL | TOKENS, (*POINTS, RoutingOverrides(k=1, capacity_factor=0.5, priority="max"))),
     "expert": (SMALL | EXPERTS, (*POINTS, RoutingOverrides(capacity_factor=0.5))),
 }
-WORDS = ("zero", "one", "two", "three", "a", "photo", "of", "the", "digit", "zero one")  # that towers know
-NAMES = ClassNames(classes=WORDS, templates=("a photo of {}", "{}"))
 
 
-def exported(name: str, folder: Path) -> ModelRef:
+def exported(name: str, folder: Path, run: RunConfig | None = None) -> ModelRef:
     """A model of random weights, none of which is zero: no figure is that of chance."""
-    run = small_run("soft") if name == "towers" else override(RunConfig(), CASES[name][0])
+    run = run or override(RunConfig(), CASES[name][0])
     model, path = run.model.build(seed=0), f"{folder}/{name}.safetensors"
     for parameter in model.parameters():
         if not parameter.any():
@@ -67,11 +62,6 @@ def exact() -> Iterator[None]:
 
 def figures(name: str, ref: ModelRef, model: Model, data: str) -> dict[str, Any]:
     where: Any = {"path": data, "split": "val", "batch_size": 64}
-    read = partial(evaluate.images_of, ref, **where)
-    if name == "towers":
-        pairs = embed_pairs(model, read(fields=CAPTIONS))
-        zero_shot = zero_shot_scores(model, read(fields={}), NAMES)
-        return {**pairs._asdict(), **{words: scores.metrics() for words, scores in zero_shot.items()}}
     task = evaluate.EvalTask(model=ref, points=CASES[name][1], results="", **where)
     found = evaluate.figures(model, task, repeats=1)
     assert found.latency.batch == 64
@@ -123,7 +113,14 @@ def close(got: Any, expected: Any, what: str) -> None:
         assert same, f"{what}: {got}, expected {expected}"
 
 
+Figures = Callable[[str, ModelRef, Model, str], dict[str, Any]]
+
+
 def worker(rank: int, ranks: int, folder: str) -> None:
+    check_layouts(rank, ranks, folder, figures)
+
+
+def check_layouts(rank: int, ranks: int, folder: str, figures: Figures) -> None:
     found = torch.load(f"{folder}/figures", weights_only=False)
     with exact():
         for ep in LAYOUTS[ranks]:
@@ -145,7 +142,7 @@ def worker(rank: int, ranks: int, folder: str) -> None:
 def test_figures_are_those_of_the_whole_model(ranks: int, captioned: str, tmp_path: Path):
     with exact():
         found = {}
-        for name in (*CASES, "towers"):
+        for name in CASES:
             ref = exported(name, tmp_path)
             found[name] = captioned, figures(name, ref, ref.load(), captioned)
         torch.save(found, tmp_path / "figures")

@@ -26,8 +26,6 @@ from orchestrator.optimizers.base import RatesConfig
 from orchestrator.schedules import CosineConfig, DeitConfig, LinearConfig, RsqrtConfig, ScheduleConfig
 from orchestrator.training.loop import train_step
 from tests.orchestrator.training.test_loop import random_batch
-from wings.image_text.text_tower import TextConfig
-from wings.image_text.two_towers import TwoTowersConfig
 
 
 def rates(schedule: ScheduleConfig, *, total: int, peak: float = 1.0) -> list[float]:
@@ -253,21 +251,6 @@ def test_parts_have_rates_of_their_own(optimizer: type[OptimizerConfig]) -> None
             if parts[name] == part:
                 torch.testing.assert_close(found[name], plain[name], rtol=1e-4, atol=1e-7)
                 torch.testing.assert_close(layered[name], plain_layered[name], rtol=1e-4, atol=1e-7)
-
-
-def test_each_of_two_towers_has_layers_of_its_own() -> None:
-    model = TwoTowersConfig(image=PRESETS["debug"], text=TextConfig(width=16, depth=3, heads=2)).build(
-        seed=None
-    )
-    layers = model.layers_above()
-    assert layers.keys() == dict(model.named_parameters()).keys()
-    depth = len(model.image.units())
-    assert (layers["image.embed.weight"], layers["text.embed_VD"]) == (depth + 1, 4)
-    assert (layers["image.norm.weight"], layers["text.norm.weight"], layers["project_text.weight"]) == (
-        1,
-        1,
-        0,
-    )
 
 
 @each_optimizer

@@ -295,11 +295,13 @@ def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fewshot", "changes", "drawn"),
     [
-        ({"paths": ["/shards/imagenet"]}, {}, True),
+        pytest.param({"paths": ["/shards/imagenet"]}, {}, True, marks=pytest.mark.guests),
         ({"paths": ["/shards/flowers"]}, {}, False),
         ({"paths": ["/shards/imagenet", "/shards/flowers"]}, {}, False),
         ({}, {}, False),
-        ({}, {"data__path": "/shards/in1k", "model__num_classes": 1000}, True),
+        pytest.param(
+            *({}, {"data__path": "/shards/in1k", "model__num_classes": 1000}, True), marks=pytest.mark.guests
+        ),
         ({}, {"data__path": "/shards/in1k"}, False),
     ],
 )

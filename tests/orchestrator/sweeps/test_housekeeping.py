@@ -131,6 +131,7 @@ def test_a_storage_is_listed(root: str, one_store: Tracking) -> None:
     assert (found.state, found.arms_done, found.arms, found.quality) == ("stopped", 1, 3, 0.4)
 
 
+@pytest.mark.guests
 def test_a_run_is_listed_by_the_quality_of_its_task(tmp_path: Path) -> None:
     """In the unit of tables and pages; the quality of a plugin's task that is not loaded is unknown."""
     texts = run_at(tmp_path, "texts", task__kind="next_token", model__kind="decoder")

@@ -128,6 +128,7 @@ BATCH_NORM = {
 }
 
 
+@pytest.mark.guests
 def test_an_average_of_batch_norm_has_statistics_of_its_own(
     run: RunConfig, few_digits: str, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ def test_every_router_and_every_optimizer(router: str, optimizer: str) -> None:
     assert state <= found.optimizer <= state + 500  # counts of updates
 
 
+@pytest.mark.guests
 @pytest.mark.parametrize("sweep", mostly_smoke(["lit", "language", "expert_count_cifar"], fast=["language"]))
 def test_other_models_and_tasks(sweep: str) -> None:
     found = dry_run(override(TINY.of(sweep, {}).base, {"scale.workers": 4, "data.batch_size": 64}))

@@ -1,12 +1,14 @@
 """Two towers and the text tower: shapes, costs, what depends on what, and weights from a classifier."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from jobs import plan
 from moe.adapt import plan_transfer, shapes_of
 from moe.codec import from_dict, to_dict
 from moe.cost import num_params
@@ -166,3 +168,25 @@ def test_presets(name: str, image: str, text: tuple[int, ...]) -> None:
     assert config.image.size() == PRESETS[image].size()
     with torch.device("meta"):
         assert isinstance(config.build(seed=None), TwoTowers)
+
+
+def test_a_dry_run_names_the_task_of_two_towers(call: Callable[..., tuple[str, str]]) -> None:
+    error, _ = call(plan.main, "--dry-run", "lit-S/16")
+    assert error.startswith("error: ")
+    assert "set task.kind=contrastive" in error
+    assert "\n" not in error
+
+
+def test_each_of_two_towers_has_layers_of_its_own() -> None:
+    model = TwoTowersConfig(image=PRESETS["debug"], text=TextConfig(width=16, depth=3, heads=2)).build(
+        seed=None
+    )
+    layers = model.layers_above()
+    assert layers.keys() == dict(model.named_parameters()).keys()
+    depth = len(model.image.units())
+    assert (layers["image.embed.weight"], layers["text.embed_VD"]) == (depth + 1, 4)
+    assert (layers["image.norm.weight"], layers["text.norm.weight"], layers["project_text.weight"]) == (
+        1,
+        1,
+        0,
+    )

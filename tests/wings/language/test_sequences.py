@@ -1,10 +1,12 @@
 """Text as sequences: every byte once, no overlap of splits, files that are no text, and reading them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from jobs import pack_shards
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.data.manifest import open_manifest
@@ -140,3 +142,14 @@ def test_models_and_data_that_do_not_fit(topics: str, digits: str) -> None:
         check_data(RunConfig(data=DataConfig(path=topics)))
     with pytest.raises(UsageError, match="no field 'sequence' of bytes, but image, label"):
         decided_by_data(run_on(digits))
+
+
+def test_the_command_packs_them(call: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+    write(tmp_path / "in", {"a.txt": b"abcdefghij" * 10, "b.txt": b"\xff"})
+    source, out = f"text:{tmp_path / 'in'}?length=9", str(tmp_path / "out")
+    error, said = call(pack_shards.main, "--source", source, "--out", out)
+    assert error == ""
+    assert f"skipped {tmp_path / 'in'}/b.txt: is not UTF-8\n" in said
+    assert said.endswith(f"{out}: 8 training and 2 validation sequences, 1 classes, 1 skipped\n")
+    error, _ = call(pack_shards.main, "--source", source, "--out", str(tmp_path / "in" / "out"))
+    assert "lie in each other" in error

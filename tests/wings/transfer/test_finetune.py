@@ -20,7 +20,11 @@ from orchestrator.errors import UsageError
 from orchestrator.runs.run_directory import Result, RunDir
 from orchestrator.training.fewshot import augmented
 from orchestrator.training.worker import train_worker
+from tests.jobs.bare import run_bare
 from wings.transfer.finetune import (
+    CAPACITY,
+    EXPERT_DROPOUT,
+    LR,
     SIZES,
     failures,
     fine_tuned,
@@ -170,3 +174,13 @@ def test_the_probe_is_scikit_learns_ridge(trained: ModelRef, digits: str):
     (accuracy,) = found.accuracy.values()
     assert abs((answers == y["val"]).mean() - accuracy) <= 1.01 / len(answers)
     assert accuracy > 0.2
+
+
+def test_help_states_what_holds() -> None:
+    """Numbers of the recipe, which help does not load."""
+    said = " ".join(run_bare("wings/jobs/finetune.py", "--help").stdout.split())
+    short = SIZES["short"]
+    assert f"train.steps={short.steps}, train.lr={LR}," in said
+    assert f"data.batch_size={short.batch_size}," in said
+    assert f"expert_dropout={EXPERT_DROPOUT}," in said
+    assert f"capacity_factor={CAPACITY}" in said

@@ -16,6 +16,7 @@ from moe.exported import load
 from orchestrator import load_model
 from orchestrator.checkpoint.start import start_from
 from orchestrator.sweeps.catalog import make_sweep
+from tests.orchestrator.evaluation.exported import exported
 from wings.jobs import import_weights
 
 WEIGHTS = Path(__file__).parents[2] / "goldens" / "weights"
@@ -189,3 +190,22 @@ def test_classes_of_another_order_or_name(
         assert "own model" not in caplog.text
         head = load_model(name, root=str(empty_home)).get_parameter("head.weight")
         assert torch.equal(head, there.flip(0) if name == "order" else torch.zeros_like(there))
+
+
+def test_a_mixture_is_refused_by_other_libraries(empty_home: Path, call: Call, tmp_path: Path) -> None:
+    soft = exported(tmp_path / "soft.safetensors")
+    code, _ = call(export.main, soft.location, "--out", f"{tmp_path}/soft", "--format", "timm")
+    assert code == "error: timm cannot express experts: --format moe, torch or onnx can"
+    assert not (tmp_path / "soft").exists()
+
+
+def test_an_exported_file_goes_out(empty_home: Path, call: Call, tmp_path: Path) -> None:
+    """Of a dense model, beside its file."""
+    fields = {"model.moe": None, "model.width": 16, "model.image_size": 8, "model.patch_size": 2}
+    one = exported(tmp_path / "one.safetensors", fields)
+    out = f"{tmp_path}/one-timm"
+    code, said = call(export.main, one.location, "--out", out, "--format", "timm")
+    assert code == ""
+    assert said.endswith(f"\n{out}: timm.create_model('local-dir:{out}', pretrained=True)\n")
+    images = torch.randn(3, 3, 8, 8)
+    assert torch.equal(load_model(out)(images).logits, one.load()(images).logits)

@@ -1,6 +1,6 @@
 """Effects of routing in trained models that the papers report, on the digits of scikit-learn.
 
-`tests/papers/test_studies.py` has the others. Accuracies of routers are not compared: at this size they
+`test_studies.py` has the others. Accuracies of routers are not compared: at this size they
 come out in another order than in the papers.
 """
 

@@ -101,3 +101,12 @@ def _shard(pairs: Pairs, start: int, count: int) -> Pairs:
 
 def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+FAMILIES = {
+    "softmax": contrastive,
+    "sigmoid": contrastive,
+    "lit": lit,
+    "zeroshot": zero_shot,
+    "retrieval": retrieval,
+}
