@@ -27,6 +27,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not name.startswith(OF_GUESTS) and (ROOT / name).is_file():
             (core / name).parent.mkdir(parents=True, exist_ok=True)
             copy2(ROOT / name, core / name)
+    (core / ".venv").symlink_to(sys.prefix)  # for `cluster/local.sh`
     subprocess.run(["git", "init", "--quiet"], cwd=core, check=True)
     return core
 
