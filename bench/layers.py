@@ -42,7 +42,7 @@ TARGETS = [  # what, experts, group, at least
     ("train", (128, 256), "as shipped", 1.3),
     ("train", (128, 256), "same allocator", 1.1),
     ("forward", (128, 256), "as shipped", 1.1),
-    ("forward", (8,), "as shipped", 0.9),  # their exact GELU is cheaper on a CPU than ours by tanh
+    ("forward", (8,), "as shipped", 0.85),  # their exact GELU is cheaper on a CPU than ours by tanh
 ]
 MODEL_TARGET = ("train", (128,), "as shipped", 1.2)
 ARM_TARGET = 0.9  # of the rate of token choice, for arms of fixed slots
