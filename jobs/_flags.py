@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
@@ -247,9 +248,9 @@ def _build(flags: type[T], values: dict[str, Any]) -> T:
 
 
 def positive(text: str) -> float:
-    """Reads a number above 0."""
+    """Reads a finite number above 0."""
     value = float(text)
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise UsageError(f"must be above 0, got {value:g}")
     return value
 

@@ -253,9 +253,12 @@ def answer(flags: AnswerFlags) -> None:
     else:
         print(f"{setting}; {machine()}" if here else "computed costs, which no machine changes")
         print(found)
+        if not all(row["quiet"] for row in here):
+            print("Other work disturbed the measurement: the order is right, the level may be high.")
         if here and found.best and (usd := found.best.costs.get(USD)) and not flags.max_usd:
             arm = found.best.arm
-            print(f"A million images cost {usd:.2g} USD with {arm}, by the {CORE} of {Path(PRICES).name}.")
+            price = f"{usd:.4g} USD with {arm} at its median time"
+            print(f"A million images cost {price}, by the {CORE} of {Path(PRICES).name}.")
     if found.best and out:
         write(found.best, directory, out, to=sys.stderr if flags.json else sys.stdout)
     if not found.best:

@@ -8,7 +8,7 @@ by image, so fewer differences are significant than could be.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -105,7 +105,8 @@ class Answer:
         tied: the points within them that are not significantly worse, the highest quality first.
         others: the number of points within them that are significantly worse, or worse by an unknown error.
         nearest: where no point keeps the bounds, the one that exceeds them least.
-        looser: the cheapest point, by the first bound, of a higher quality than the best; None: no such one.
+        looser: the cheapest point, by the first bound, of a higher quality than the best; if the other bounds
+            keep all of these out, the one that exceeds the bounds least; None: no point is better.
         better: the cheapest point of a significantly higher quality, if that is another one.
         tighter: the best of the points that are cheaper than all of `best` and `tied`.
         errors: of the qualities.
@@ -142,7 +143,7 @@ class Answer:
             return [
                 f"No arm is within {said}.",
                 f"The nearest is {self._named(self.nearest)}. What would have to change: a bound of"
-                f" {self._costs(self.nearest, _up)}; or a smaller model, fewer layers, smaller images.",
+                f" {self._exceeded(self.nearest)}; or a smaller model, fewer layers, smaller images.",
             ]
         lines = [f"Best within {said}: {self._named(self.best)}."]
         if self.tied:
@@ -160,10 +161,10 @@ class Answer:
             gain = self.looser.quality - self.best.quality
             significant = self.errors.known and gain > self.errors.significant(self.looser, self.best)
             doubt = "" if significant else "; the difference is not significant"
-            bound = amount(first, _up(self.looser, first))
+            bound = self._exceeded(self.looser)
             lines.append(f"A looser bound, {bound}, admits {self._named(self.looser)}{doubt}.")
             if self.better is not None:
-                bound = amount(first, _up(self.better, first))
+                bound = self._exceeded(self.better)
                 lines.append(f"Significantly better, with {bound}, is {self._named(self.better)}.")
         else:
             lines.append("No looser bound admits a better arm of this sweep.")
@@ -188,12 +189,13 @@ class Answer:
 
     def _named(self, point: Point) -> str:
         title = axis_title(as_shown(self.quality_name, point.quality)[0]).removeprefix("Validation ")
-        return f"{point.arm}, {title} {point.quality_text}, {self._costs(point)}"
+        costs = ", ".join(_with_end(point, name) for name in self.bounds)
+        return f"{point.arm}, {title} {point.quality_text}, {costs}"
 
-    def _costs(self, point: Point, of: Callable[[Point, str], float] | None = None) -> str:
-        return ", ".join(
-            amount(name, of(point, name)) if of else _with_end(point, name) for name in self.bounds
-        )
+    def _exceeded(self, point: Point) -> str:
+        """Returns the bounds that would admit a point, in place of those that it exceeds."""
+        over = [name for name, most in self.bounds.items() if upper(point, name) > most]
+        return " and ".join(amount(name, _up(point, name)) for name in over)
 
 
 _WHAT = {
@@ -269,12 +271,12 @@ def answer(points: Sequence[Point], bounds: Mapping[str, float], *, quality_name
     """Returns the answer for these points.
 
     Raises:
-        UsageError: for no bounds, a bound that is not above 0, or if no point is finished.
+        UsageError: for no bounds, a bound that is no finite number above 0, or if no point is finished.
     """
     if not bounds:
         raise UsageError("give at least one bound, such as `max_ms` 5")
     for name, most in bounds.items():
-        if not most > 0:
+        if not 0 < most < math.inf:
             raise UsageError(f"a bound of {name} must be above 0, got {most:g}")
     finished = [point for point in points if is_complete(point)]
     if not finished:
@@ -285,9 +287,12 @@ def answer(points: Sequence[Point], bounds: Mapping[str, float], *, quality_name
     within.sort(key=lambda point: (-point.quality, upper(point, first)))
     errors = errors_of(finished, len(within))
     unknown = tuple(point.arm for point in finished if point not in known)
+
+    def excess(point: Point) -> float:
+        return max(upper(point, name) / most for name, most in bounds.items())
+
     if not within:
-        excess = {p.arm: max(upper(p, name) / most for name, most in bounds.items()) for p in known}
-        nearest = min(known, key=lambda point: excess[point.arm], default=None)
+        nearest = min(known, key=excess, default=None)
         return Answer(
             bounds=bounds,
             quality_name=quality_name,
@@ -299,14 +304,9 @@ def answer(points: Sequence[Point], bounds: Mapping[str, float], *, quality_name
     best, *rest = within
     tied = errors.tied(best, rest)
     others = {name: most for name, most in bounds.items() if name != first}
-    dearer = [
-        point
-        for point in known
-        if point not in within
-        and point.quality > best.quality
-        and all(upper(point, name) <= most for name, most in others.items())
-    ]
-    dearer.sort(key=lambda point: upper(point, first))
+    better = sorted((p for p in known if p not in within and p.quality > best.quality), key=excess)
+    # Of several bounds the first is loosened, unless that admits nothing.
+    dearer = [p for p in better if all(upper(p, name) <= most for name, most in others.items())] or better
     above = (p for p in dearer if errors.known and p.quality - best.quality > errors.significant(p, best))
     looser, better = next(iter(dearer), None), next(above, None)
     least = min(upper(point, first) for point in (best, *tied))

@@ -122,6 +122,9 @@ def measure_sweep(
     Raises:
         UsageError: if no arm has finished, models read no images, or a package is missing.
     """
+    cpus = os.cpu_count() or 1
+    if (most := max(setting.threads for setting in settings)) > cpus:
+        raise UsageError(f"`threads` {most}: this machine has {cpus} processors")
     models = typical_models(directory)
     if not models:
         raise UsageError(f"{directory} has no finished arm whose model reads images: nothing to measure")

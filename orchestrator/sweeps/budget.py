@@ -61,10 +61,10 @@ def load_prices(path: str) -> dict[str, Device]:
 
 
 def core_usd_per_hour() -> float:
-    """Returns the price of a CPU core in `PRICES`; NaN if it has none above 0. Raises UsageError for a table
-    that cannot be read.
+    """Returns the price of a CPU core in `PRICES`; NaN if it has none above 0, or is missing. Raises
+    UsageError for a table that cannot be read.
     """
-    core = load_prices(PRICES).get(CORE)
+    core = load_prices(PRICES).get(CORE) if Path(PRICES).exists() else None
     return core.usd_per_hour if core and core.usd_per_hour else math.nan
 
 

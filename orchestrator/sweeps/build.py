@@ -157,7 +157,7 @@ def check_costs_of_use(metrics: Iterable[str]) -> None:
     if ENERGY in metrics:
         energy.energy_meter(energy.POWERCAP)
     if USD in metrics and math.isnan(core_usd_per_hour()):
-        raise UsageError(f"{USD} needs the price of a {CORE}: give it a `usd_per_hour` above 0 in {PRICES}")
+        raise UsageError(f"{USD} needs the price of a {CORE}: give it a usd_per_hour above 0 in {PRICES}")
 
 
 def load_frontier(name: str, *, root: str | None = None) -> Frontier:

@@ -78,6 +78,12 @@ def test_several_bounds_hold_together() -> None:
     assert names([asked(points, ms=2.0, gflops=2.0).best or points[0]]) == ["c"]
     looser = asked(points, ms=2.0, gflops=2.0).looser
     assert looser is points[1], "of the other bounds none is loosened"
+    words = "\n".join(asked(points, ms=1.0, gflops=2.0).lines())
+    assert "A looser bound, 3 ms, admits b" in words
+    words = "\n".join(asked(points[::2], ms=1.0, gflops=2.0).lines())
+    assert "A looser bound, 5 GFLOP, admits a" in words, "no other bound keeps it out"
+    words = "\n".join(asked(points[1:2], ms=4.0, gflops=0.5).lines())
+    assert "a bound of 1 GFLOP; or" in words, "only what it exceeds has to change"
 
 
 def test_errors_by_hand() -> None:
@@ -142,6 +148,8 @@ def test_a_frontier_says_what_was_not_measured() -> None:
     assert whole.answer(max_ms=5).best is SURE[2]
     with pytest.raises(UsageError, match="must be above 0"):
         whole.answer(max_ms=-1)
+    with pytest.raises(UsageError, match="must be above 0, got inf"):
+        whole.answer(max_ms=math.inf)
     assert names(whole.within(MS_P95, 2.4).points) == ["small"], "the upper end counts"
 
 
