@@ -253,7 +253,7 @@ def answer(flags: AnswerFlags) -> None:
     else:
         print(f"{setting}; {machine()}" if here else "computed costs, which no machine changes")
         print(found)
-        if not all(row["quiet"] for row in here):
+        if measured and not all(row["quiet"] for row in here):
             print("Other work disturbed the measurement: the order is right, the level may be high.")
         if here and found.best and (usd := found.best.costs.get(USD)) and not flags.max_usd:
             arm = found.best.arm
@@ -288,6 +288,7 @@ def as_json(found: Answer, setting: Any, rows: Any) -> dict[str, Any]:
     return {
         "bounds": dict(found.bounds),
         **(asdict(setting) | {"machine": machine()} if rows else {}),
+        **({"quiet": all(row["quiet"] for row in rows)} if rows else {}),
         "best": of(found.best),
         "not_significantly_worse": [of(point) for point in found.tied],
         "worse": found.others,

@@ -45,7 +45,7 @@ def test_attention_pooling_is_its_definition(qk_norm):
 
 @torch.no_grad()
 def test_gelu_by_pieces_is_the_gelu():
-    """Of the last, smaller piece too, and far from zero; h is overwritten only if it may be."""
+    """Also in the last, smaller piece, and far from zero. The input is overwritten only on request."""
     h = torch.randn(3, dense.GELU_PIECE, generator=torch.Generator().manual_seed(0))[:, :-7].contiguous()
     h[0, :5] = torch.tensor([0.0, -1e4, 1e4, -torch.inf, torch.nan])
     before, expected = h.clone(), F.gelu(h.double(), approximate="tanh")

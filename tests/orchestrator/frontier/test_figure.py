@@ -151,7 +151,7 @@ def test_published_points_are_drawn_hollow_and_not_counted() -> None:
 
 
 def test_families_have_looks_of_their_own() -> None:
-    """Those that are known come first, always in the same; a spare style is that of its name."""
+    """Known families always have the same style and come first; the style of another depends on its name."""
     styles = family_styles(("dense", "soft", "spare"))
     assert family_styles({"spare"})["spare"] == styles["spare"]
     later = family_styles(("zeta", "soft", "hash", "dense", "mixture"))

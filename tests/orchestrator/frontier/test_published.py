@@ -1,4 +1,4 @@
-"""When a metric of ours is one that papers print, and published figures that nobody has."""
+"""Which of our metrics are those that papers print, and the error for an unknown published figure."""
 
 import pytest
 

@@ -72,7 +72,7 @@ BOUND = {
 
 @pytest.mark.parametrize("cost", INFERENCE)
 def test_each_may_be_the_cost_of_a_sweep_an_axis_and_a_bound(cost: str) -> None:
-    """Of three arms each takes twice what the one before it takes."""
+    """Each of the three arms takes twice as much as the arm before it."""
     rows = []
     for arm_name, times in (("a", 1), ("b", 2), ("c", 4)):
         values = {name: times * value for name, value in row("a", **ENERGIES).items() if type(value) is float}

@@ -1,4 +1,4 @@
-"""Of two towers whose outputs are not finite, nothing that answers gives a number or a class."""
+"""Two towers whose outputs are not finite give no number and no class, by any command."""
 
 import json
 from functools import partial

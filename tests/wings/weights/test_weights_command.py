@@ -200,7 +200,7 @@ def test_a_mixture_is_refused_by_other_libraries(empty_home: Path, call: Call, t
 
 
 def test_an_exported_file_goes_out(empty_home: Path, call: Call, tmp_path: Path) -> None:
-    """Of a dense model, beside its file."""
+    """A dense model is exported to its folder."""
     fields = {"model.moe": None, "model.width": 16, "model.image_size": 8, "model.patch_size": 2}
     one = exported(tmp_path / "one.safetensors", fields)
     out = f"{tmp_path}/one-timm"
