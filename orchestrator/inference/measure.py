@@ -247,7 +247,7 @@ def _write_onnx(models: Sequence[Any], plugins: Mapping[str, str], say: Say) -> 
     def tell() -> None:
         nonlocal said_s
         number = next(done)
-        if time.monotonic() - said_s > SAY_EVERY_S:
+        if number < len(models) and time.monotonic() - said_s > SAY_EVERY_S:
             said_s = time.monotonic()
             say(f"{number} of {len(models)} models are written")
 
