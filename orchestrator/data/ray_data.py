@@ -127,7 +127,7 @@ class BatchServer:
         return await running.claim(task, place) if running else [None]
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0.01, scheduling_strategy="SPREAD")  # over nodes that have CPUs, which decode
 def _import_all() -> None:
     import_module("orchestrator.data.stream")
 
