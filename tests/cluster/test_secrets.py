@@ -13,14 +13,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mlflow import MlflowClient
 
 from tests.cluster.commented import CLUSTER
 from tests.cluster.test_local import processes
+from tests.jobs.small_sweep import ARMS
+from tests.jobs.test_killed_sweep import State, state
 from tests.orchestrator.tracking.stores import wait_until
 from tests.parts import free_port
 
 ROOT = CLUSTER.parent
 SCRIPT = str(CLUSTER / "local.sh")
+SWEEP = f"{ROOT}/tests/jobs/small_sweep.py:make"
 MARK = "Pl4nted"  # every secret holds it
 SAS = f"sv=2024-11-04&ss=b&sig={MARK}sas%3D"
 SECRETS = {
@@ -85,6 +89,7 @@ def env(folder: Path, server: str) -> Iterator[dict[str, str]]:
         "MOE_FRONTIER_HOME": f"{folder}/home",
         "MLFLOW_TRACKING_URI": server,
         "CPUS_PER_NODE": "2",
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",  # a busy machine needs more than the 3 s of the default
         "READY_S": "600",
     }
     ports = (
@@ -106,38 +111,44 @@ def env(folder: Path, server: str) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.smoke
-def test_planted_secrets_are_nowhere(env: dict[str, str], folder: Path) -> None:
-    """A sweep whose driver joins the cluster, and a job whose workers Ray Train starts."""
+def test_planted_secrets_are_nowhere(env: dict[str, str], folder: Path, undisturbed: State) -> None:
+    """A submitted sweep is stopped, and a driver that joins the cluster continues it: it finds what a laptop
+    finds. Then a job whose workers Ray Train starts.
+    """
     gcs, dashboard = Path(env["CLUSTER_DIR"], "ports").read_text().split()
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
     assert {at for each in processes(env) for at in listens_at(each)} <= {"127.0.0.1", "::1"}
-    fields = ["--set", "train.steps=4", "train.report_every=2"]
-    sweep = [
-        "jobs/pareto_sweep.py",
-        "--sweep",
-        f"{ROOT}/tests/jobs/small_sweep.py:one",
-        "--confirm",
-        "0",
-        "--measure",
-        "never",
-    ]
     joined = env | {"RAY_ADDRESS": f"127.0.0.1:{gcs}", "PYTHONPATH": str(ROOT)}
-    with_password = env["MLFLOW_TRACKING_URI"].replace("//", f"//team:{MARK}uri@")
-    said = run(joined, [sys.executable, *sweep, *fields, "--tracking-uri", with_password], code=1)
-    assert "give it by MLFLOW_TRACKING_USERNAME" in said
-    said += run(joined, [sys.executable, *sweep, *fields])
+    at_dashboard = env | {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+    submit = ["ray", "job", "submit", "--working-dir", "."]
+    sweep = ["jobs/pareto_sweep.py", "--sweep", SWEEP, "--max-concurrent", "1"]
+    sweep += ["--confirm", "0", "--measure", "never"]
+    store = f"sqlite:///{folder}/mlflow.db"
+
+    said = run(at_dashboard, [*submit, "--no-wait", "--submission-id", "first", "--", "python", *sweep])
+    wait_until(lambda: bool(results(env)), 600)
+    said += run(at_dashboard, ["ray", "job", "stop", "first"])
+    assert len(results(env)) < ARMS
+    (experiment,) = MlflowClient(store).search_experiments(filter_string="name = 'moe-frontier'")
+    found = MlflowClient(store).search_runs([experiment.experiment_id])
+    assert {each.info.status for each in found} <= {"FINISHED", "KILLED"}, "MLflow knows that it was stopped"
+    said += run(joined, [sys.executable, *sweep])
+    assert state(store) == undisturbed
     shown = [asked(env, f"http://127.0.0.1:{dashboard}{path}") for path in ASKED]
+
+    fields = ["--set", "train.steps=4", "train.report_every=2"]
     job = ["python", "jobs/train.py", "--name", "wide", "--workers", "2", *fields]
-    said += run(
-        env | {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"},
-        ["ray", "job", "submit", "--working-dir", ".", "--", *job],
-    )
+    said += run(at_dashboard, [*submit, "--", *job])
     shown += [asked(env, f"http://127.0.0.1:{dashboard}{path}") for path in ASKED]
     assert "train_trial" in shown[0], "the actors of trials are shown"
     assert "jobs/pareto_sweep.py" in shown[1], "the command lines of drivers are shown"
     assert not [line for line in said.splitlines() if MARK in line]
     assert not [text[max(0, text.find(MARK) - 200) :][:300] for text in shown if MARK in text]
     assert not files_with(MARK, folder)
+
+
+def results(env: dict[str, str]) -> list[Path]:
+    return [*Path(env["MOE_FRONTIER_HOME"]).glob("small/trials/*/result.json")]
 
 
 # Of the dashboard: actors with their environments, jobs with their command lines, and more of each.
