@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 
@@ -114,7 +115,7 @@ def test_money_and_energy_are_bounds(
     home: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Energy by a counter that a thread raises, as Linux does: 50 W. Before there is one, it is refused."""
-    stopped, printed = call(answer.main, "tiny", "--max-usd", "1000", "--json")
+    stopped, printed = call(answer.main, "tiny", "--max-usd", "1000", "--runtime", "torch", "--json")
     assert stopped == ""
     found = json.loads(printed)
     assert found["best"]["costs"]["infer/usd_per_million"][0] == found["best"]["usd_per_million_images"] > 0
@@ -132,13 +133,13 @@ def test_money_and_energy_are_bounds(
     thread = Thread(target=rise)
     thread.start()
     try:
-        stopped, printed = call(answer.main, "tiny", "--max-mj", "1e5")
+        stopped, printed = call(answer.main, "tiny", "--max-mj", "1e5", "--runtime", "torch")
     finally:
         over.set()
         thread.join()
     assert stopped == ""
     assert "Best within 1.00" in printed
-    row = measured_rows(f"{home}/tiny", ONE_IMAGE)[0]
+    row = measured_rows(f"{home}/tiny", replace(ONE_IMAGE, runtime="torch"))[0]
     assert 25 * row["p50"] < row["mj"] < 1000 * row["p50"], "50 W; beside other work calls take longer"
 
 
