@@ -61,7 +61,7 @@ def started(*arguments: str) -> Iterator[Program]:
 @pytest.mark.parametrize(
     ("store", "kills"),
     [
-        pytest.param("sqlite", 10, marks=pytest.mark.smoke),
+        pytest.param("sqlite", 6, marks=pytest.mark.smoke),
         pytest.param("sqlite", 20, marks=pytest.mark.slow),
         pytest.param("server", 20, marks=pytest.mark.slow),
         pytest.param("postgres", 20, marks=pytest.mark.slow),
@@ -69,7 +69,7 @@ def started(*arguments: str) -> Iterator[Program]:
     indirect=["store"],
 )
 def test_what_killed_processes_reported_is_there_once(store: Store, kills: int, tmp_path: Path) -> None:
-    """Ten or twenty times. Every number has one row, in order, and two runs were made in all."""
+    """Again and again. Every number has one row, in order, and two runs were made in all."""
     open_store(store)  # makes the tables
     dice = random.Random(1)
     with started(store.uri, str(tmp_path)) as program:
