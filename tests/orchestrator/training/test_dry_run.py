@@ -28,7 +28,7 @@ from orchestrator.training.worker import build_model
 from tests.lanes import mostly_smoke
 from tests.moe.parity import spawn
 
-MODEL = {"image_size": 32, "width": 128, "depth": 4, "mlp_dim": 512, "num_classes": 12}
+MODEL = {"image_size": 32, "width": 128, "depth": 2, "mlp_dim": 512, "num_classes": 12}
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 8}
 SPREAD = SOFT | {"scale.ep": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def cases_of(workers: int) -> dict[str, dict[str, Any]]:
 
 
 def run_of(workers: int, changes: dict[str, Any], images: int = 8) -> RunConfig:
-    """A model of 4 blocks, 2 of them with 8 experts; `images` per worker and pass."""
+    """A model of 2 blocks, one of them with 8 experts; `images` per worker and pass."""
     changes = {f"model.{name}": value for name, value in MODEL.items()} | changes
     batch = images * changes.pop("passes", 1) * workers
     fields = {"scale.workers": workers, "data.batch_size": batch, "train.microbatch": images}
