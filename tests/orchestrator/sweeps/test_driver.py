@@ -162,6 +162,7 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("no_pictures")
 def test_fresh_weights_never_take_the_name_of_others(sweep, tracking, tmp_path, capsys):
     """Of one MLflow store. Sweeps of one name in two storages do not meet: each gets the frontier of its own
     arms. After --fresh the first version still loads its own weights, from where they were moved to.
@@ -314,6 +315,7 @@ class PauseAll(Policy):
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("no_pictures")
 def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
     """One of them was paused before; the other pauses and goes on in the same sweep."""
     sweep = replace(sweep, arms={arm: ARMS[arm] for arm in ("dense", "soft")})
@@ -330,6 +332,7 @@ def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("no_pictures")
 def test_branches_follow_their_trunk_and_are_charged_as_asked(sweep, tracking):
     sweep = replace(
         sweep, arms={"dense": {}}, trunk=Trunk(at=(4, 8), cooldown=2), cost="cost/marginal_train_flops_6mac"
@@ -343,6 +346,7 @@ def test_branches_follow_their_trunk_and_are_charged_as_asked(sweep, tracking):
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("no_pictures")
 def test_interrupted_it_leaves_nothing_running(sweep, tracking):
     """Neither in MLflow nor in Ray: in a notebook the driver lives on. That the same call goes on is in
     tests/jobs/test_interrupted.py.
