@@ -5,7 +5,6 @@ import pytest
 from tests.orchestrator.checkpoint.counted import step_restored
 from tests.orchestrator.checkpoint.lives import Plan, check, died_saving, live
 
-
 STRIDES = [pytest.param(25, 2, marks=pytest.mark.smoke), pytest.param(50, 1, marks=pytest.mark.slow)]
 
 
