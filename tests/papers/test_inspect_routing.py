@@ -76,8 +76,11 @@ def call(home: Path, train_once: Callable[[str], None], call: Call) -> Call:
 
 
 @pytest.mark.parametrize("router", mostly_slow(["token_choice", *OTHERS], fast=["token_choice"]))
-def test_every_router(home: Path, call: Call, tmp_path: Path, router: str) -> None:
+def test_every_router(
+    home: Path, train_once: Callable[[str], None], call: Call, tmp_path: Path, router: str
+) -> None:
     """A row per block, a page with all pictures, tables that are whole; in MLflow, too, where it is known."""
+    train_once("token_choice")
     args = ("--images", "70", "--examples", "2", "--capacities", "0.5,0.001", "--out", str(tmp_path))
     stopped, printed = call(router, *args)
     assert not stopped
