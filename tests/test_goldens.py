@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.golden import FAMILIES, check, family_of
+from tests.golden import FAMILIES, check, family_of, main
 from tests.lanes import mostly_slow
 from tests.moe.parts import GOLDENS
 
@@ -50,14 +50,14 @@ def altered(source: str, target: Path, **changes) -> None:
 
 
 @pytest.mark.smoke
-def test_runner_prints_a_line_per_case_and_finds_what_is_wrong(tmp_path):
-    assert "no .npz" in run(tmp_path).stderr
+def test_runner_prints_a_line_per_case_and_finds_what_is_wrong(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 1
+    assert "no .npz" in capsys.readouterr().err
     case = "softmax_token_choice__k1_cf1"
     shutil.copy(GOLDENS / f"{case}.npz", tmp_path)
     shutil.copy(GOLDENS / "fewshot__ridge.npz", tmp_path)
-    good = run(tmp_path)
-    assert good.returncode == 0, good.stdout + good.stderr
-    lines = good.stdout.splitlines()
+    assert main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == ["ok", "ok"]
     assert lines[-1] == "2 ok, 0 FAIL, 0 none"
 
@@ -66,7 +66,7 @@ def test_runner_prints_a_line_per_case_and_finds_what_is_wrong(tmp_path):
     altered(case, tmp_path / f"{of}gradient.npz", grad_W=lambda g: g * 1.01)
     altered(case, tmp_path / f"{of}decision.npz", dispatch=lambda d: d[:, ::-1])
     altered(case, tmp_path / "other__family.npz")
-    bad = run(tmp_path)
+    bad = run(tmp_path)  # its exit code too
     assert bad.returncode == 1
     failed = {line.split()[1]: line for line in bad.stdout.splitlines() if line.startswith("FAIL")}
     assert failed.keys() == {f"{of}forward", f"{of}gradient", f"{of}decision"}
@@ -75,4 +75,4 @@ def test_runner_prints_a_line_per_case_and_finds_what_is_wrong(tmp_path):
     assert "unknown family other: 1 not checked" in bad.stdout
     for known in tmp_path.glob("[fs]*.npz"):
         known.unlink()
-    assert run(tmp_path).returncode == 1, "nothing was checked"
+    assert main([str(tmp_path)]) == 1, "nothing was checked"

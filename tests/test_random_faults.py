@@ -289,8 +289,8 @@ def shown(of: Simulation) -> Any:
 
 
 @pytest.mark.smoke
-def test_fifty_schedules(sweeps: Sweeps) -> None:
-    search(sweeps, 50)
+def test_twenty_schedules(sweeps: Sweeps) -> None:
+    search(sweeps, 20)
 
 
 @pytest.mark.slow

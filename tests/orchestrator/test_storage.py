@@ -124,9 +124,12 @@ def test_a_lost_answer(bucket):
 
 @in_every_cloud
 @pytest.mark.smoke
-def test_a_storm(bucket):
-    """A second of refusals, again and again, delays everything and fails nothing."""
-    with bucket.failing("busy", for_s=1, attempts=8):
+def test_a_storm(bucket, monkeypatch):
+    """A second of refusals, again and again, delays everything and fails nothing. Pauses are short here:
+    `test_a_storage_that_refuses_for_seconds` has the usual ones.
+    """
+    monkeypatch.setattr(stores, "PAUSE_S", 0.2)
+    with bucket.failing("busy", for_s=1, attempts=ATTEMPTS):
         storage.write_new(bucket.uri("a", "new"), b"new")
     acts = {
         "write": lambda: storage.write_bytes(bucket.uri("a", "b"), b"content"),

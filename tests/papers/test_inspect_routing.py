@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,35 +34,53 @@ OTHERS = {
     "soft": {"model.moe.router.kind": "soft", "model.moe.router.slots_per_expert": 2},
     "mixture": {"model.moe.router.kind": "mixture"},
 }
+DENSE = {field: value for field, value in SMALL.items() if "moe" not in field} | {"model.moe": None}
+MODELS = {"dense": DENSE} | {router: {**SMALL, **changes} for router, changes in OTHERS.items()}
 Call = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture(scope="module")
-def home(digits: str, empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A storage with a run of each router; MLflow knows `token_choice` alone."""
+def home(empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A storage with a run of each router that was called for; MLflow knows `token_choice` alone."""
     home = tmp_path_factory.mktemp("home")
     empty_store(home)
-    for name, changes in {**OTHERS, "dense": {"model.moe": None}}.items():
-        small = {field: value for field, value in SMALL.items() if name != "dense" or "moe" not in field}
-        place = {"name": name, "data.path": digits, "storage": str(home)}
-        fit(override(RunConfig(), {**small, **changes, **place}), lambda step, metrics: None)
-    sets = [word for field, value in SMALL.items() for word in ("--set", f"{field}={value}")]
-    with pytest.MonkeyPatch.context() as patch:
-        args = ["train", "--name", "token_choice", "--data", digits, "--storage", str(home), *sets]
-        patch.setattr(sys, "argv", args)
-        train.main()
     return home
 
 
+@pytest.fixture(scope="module")
+def train_once(home: Path, digits: str) -> Callable[[str], None]:
+    @cache
+    def trained(name: str) -> None:
+        if name == "token_choice":
+            sets = [word for field, value in SMALL.items() for word in ("--set", f"{field}={value}")]
+            with pytest.MonkeyPatch.context() as patch:
+                args = ["train", "--name", name, "--data", digits, "--storage", str(home), *sets]
+                patch.setattr(sys, "argv", args)
+                train.main()
+        elif name in MODELS:
+            place = {"name": name, "data.path": digits, "storage": str(home)}
+            fit(override(RunConfig(), {**MODELS[name], **place}))
+
+    return trained
+
+
 @pytest.fixture
-def call(home: Path, call: Call) -> Call:
+def call(home: Path, train_once: Callable[[str], None], call: Call) -> Call:
     """``call("soft", "--images", "9")``: what it exits with, and what it prints."""
-    return lambda *args: call(inspect_routing.main, *args, "--storage", str(home))
+
+    def inspect(name: str, *args: str) -> tuple[str, str]:
+        train_once(name)
+        return call(inspect_routing.main, name, *args, "--storage", str(home))
+
+    return inspect
 
 
 @pytest.mark.parametrize("router", mostly_slow(["token_choice", *OTHERS], fast=["token_choice"]))
-def test_every_router(home: Path, call: Call, tmp_path: Path, router: str) -> None:
+def test_every_router(
+    home: Path, train_once: Callable[[str], None], call: Call, tmp_path: Path, router: str
+) -> None:
     """A row per block, a page with all pictures, tables that are whole; in MLflow, too, where it is known."""
+    train_once("token_choice")
     args = ("--images", "70", "--examples", "2", "--capacities", "0.5,0.001", "--out", str(tmp_path))
     stopped, printed = call(router, *args)
     assert not stopped
@@ -85,24 +104,21 @@ def test_every_router(home: Path, call: Call, tmp_path: Path, router: str) -> No
 
 
 @pytest.mark.smoke
-def test_one_layer_of_the_training_images(call: Call, tmp_path: Path) -> None:
-    few = ("--split", "train", "--images", "9", "--examples", "2")
-    stopped, printed = call("soft", "--layers", "1", *few, "--out", str(tmp_path))
-    assert not stopped
-    assert "9 images" in printed
-    assert json.loads((tmp_path / "layers.json").read_text())["block"] == [1]
-    assert not (tmp_path / "dispatch_00.png").exists()
-
-
-@pytest.mark.smoke
 def test_where_pages_go(
     home: Path, call: Call, digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Below the storage; to another folder if it is new or holds such a page, and never among the images."""
+    """Below the storage; to another folder if it is new or holds such a page, and never among the images. A
+    page may be of one layer, and of training images.
+    """
     monkeypatch.chdir(tmp_path)
-    few = ("soft", "--images", "9", "--examples", "2")
-    assert not call(*few)[0]
-    assert (home / "routing/soft/routing.html").exists()
+    few = ("soft", "--split", "train", "--layers", "1", "--images", "9", "--examples", "2")
+    stopped, printed = call(*few)
+    assert not stopped
+    assert "9 images" in printed
+    page = home / "routing/soft"
+    assert (page / "routing.html").exists()
+    assert json.loads((page / "layers.json").read_text())["block"] == [1]
+    assert not (page / "dispatch_00.png").exists()
     for _ in range(2):
         assert not call(*few, "--out", "page")[0]
     assert [path.name for path in tmp_path.iterdir()] == ["page"]

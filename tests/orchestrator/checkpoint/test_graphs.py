@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ CASES: dict[str, dict[str, Any] | None] = {
     "token choice": {"router": {"kind": "token_choice", "k": 2, "topk": "before"}},
     "token choice, groups": {"router": {"kind": "token_choice", "priority": "max"}, "images_per_group": 2},
     "token choice, sinkhorn": {"router": {"kind": "token_choice", "affinity": {"kind": "sinkhorn"}}},
+    "token choice, short sinkhorn": {
+        "router": {"kind": "token_choice", "affinity": {"kind": "sinkhorn", "iterations": 4}}
+    },
     "top-k": {"router": {"kind": "top_k", "k": 2, "balance_weight": 0.1, "balance_level": "pass"}},
     "dropless": {"router": {"kind": "top_k", "capacity_factor": "dropless", "balance": {"kind": "sign"}}},
     "relu": {"router": {"kind": "relu"}, "images_per_group": 2, "shared_dim": 8},
@@ -55,33 +60,42 @@ def built(moe: dict[str, Any] | None, **fields: Any) -> Model:
     return model.eval()
 
 
-SMOKE = ("soft", "token choice, sinkhorn", "dropless", "expert choice", "attention pooling")
+@cache
+def built_case(name: str) -> Model:
+    return built(CASES.get(name), **MODELS.get(name, {}))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exported_once() -> Iterator[None]:
+    """Programs and ONNX are made of the same export of a model, which takes the exporter seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "program_of", cache(graphs.program_of))
+        yield
+
+
+SMOKE = ("soft", "token choice, short sinkhorn", "dropless", "expert choice", "attention pooling")
 
 
 def models() -> list[Any]:
-    cases = {name: (moe, {}) for name, moe in CASES.items()}
-    cases |= {name: (None, fields) for name, fields in MODELS.items()}
-
-    def lane(name: str) -> Any:
-        return pytest.mark.smoke if name in SMOKE else pytest.mark.slow
-
-    return [pytest.param(*case, id=name, marks=lane(name)) for name, case in cases.items()]
+    return [
+        pytest.param(name, marks=pytest.mark.smoke if name in SMOKE else pytest.mark.slow)
+        for name in (*CASES, *MODELS)
+    ]
 
 
-@pytest.mark.parametrize(("moe", "fields"), models())
-def test_a_program_of_torch(moe: dict[str, Any] | None, fields: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", models())
+def test_a_program_of_torch(name: str, tmp_path: Path) -> None:
     """The same operators in the same order: equal to the bit. Of a dropless model it has slots."""
-    model = built(moe, **fields)
-    bound = 1e-6 if moe == CASES["dropless"] else 0
-    assert graphs.write_program(model, str(tmp_path / "model.pt2"), SIGNED) <= bound
+    bound = 1e-6 if name == "dropless" else 0
+    assert graphs.write_program(built_case(name), str(tmp_path / "model.pt2"), SIGNED) <= bound
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
 
 
-@pytest.mark.parametrize(("moe", "fields"), models())
-def test_onnx(moe: dict[str, Any] | None, fields: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", models())
+def test_onnx(name: str, tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         library(package)
-    assert graphs.write_onnx(built(moe, **fields), str(tmp_path / "model.onnx"), SIGNED) < 2e-6
+    assert graphs.write_onnx(built_case(name), str(tmp_path / "model.onnx"), SIGNED) < 2e-6
 
 
 @pytest.mark.smoke
@@ -106,7 +120,7 @@ def test_onnx_answers_image_by_image_alike_with_any_number_of_threads(tmp_path: 
 @pytest.mark.smoke
 def test_a_program_runs_where_the_project_is_unknown(tmp_path: Path) -> None:
     """Our own operators are not in it."""
-    model = built(CASES["token choice, sinkhorn"])
+    model = built_case("token choice, short sinkhorn")
     graphs.write_program(model, str(tmp_path / "model.pt2"), SIGNED)
     torch.save(images := torch.rand(5, 3, 16, 16), tmp_path / "images")
     code = (

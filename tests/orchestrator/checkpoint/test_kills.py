@@ -5,20 +5,22 @@ import pytest
 from tests.orchestrator.checkpoint.counted import step_restored
 from tests.orchestrator.checkpoint.lives import Plan, check, died_saving, live
 
+STRIDES = [pytest.param(25, 2, marks=pytest.mark.smoke), pytest.param(50, 1, marks=pytest.mark.slow)]
 
-@pytest.mark.smoke
-def test_kills_at_every_operation(tmp_path):
-    """Restoring, saving and the removal of old checkpoints are about 50 operations; the lives of two ranks
-    are killed at a few of theirs.
+
+@pytest.mark.parametrize(("count", "stride"), STRIDES)
+def test_kills_at_every_operation(count, stride, tmp_path):
+    """Restoring, saving and the removal of old checkpoints are about 50 operations, of which the smoke lane
+    takes every second; the lives of two ranks are killed at a few of theirs.
     """
     plans = {
-        "one rank": Plan(f"{tmp_path}/one", lives=50),
+        "one rank": Plan(f"{tmp_path}/one", lives=count, stride=stride),
         "two ranks": Plan(f"{tmp_path}/two", lives=3, stride=7, ranks=2),
     }
     found = live(plans)
     for lives in found.values():
         check(lives)
-    assert died_saving(found["one rank"]) > 25
+    assert died_saving(found["one rank"]) > count / 2
     assert step_restored(f"{tmp_path}/one")
 
 

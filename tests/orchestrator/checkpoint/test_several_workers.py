@@ -108,6 +108,8 @@ def resharding(folder: Path) -> None:
         save_at_3(name, folder, "pairs")
     save_at_3(MIXTURE, folder, "copies")
     for name, saved, loaded in RESHARDED:
+        if layout(saved) == layout(loaded) and name in (SOFT, TOP_K):
+            continue  # other runs are loaded in the layout that they were saved in
         load_and_go_on(name, folder, saved, loaded)
 
 

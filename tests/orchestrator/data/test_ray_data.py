@@ -27,6 +27,8 @@ from tests.parts import command_of, png, to_each
 # The cluster is about ten processes.
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("cluster")]
 
+LARGE = {"data.batch_size": 264}  # a step fills a block: many blocks of few images
+
 
 @pytest.fixture(scope="module")
 def server(cluster: None) -> Iterator[Any]:
@@ -64,13 +66,9 @@ def read_all(
 @pytest.mark.parametrize(
     ("workers", "changes", "steps"),
     [
-        (
-            1,
-            {"data.augment": "inception,mixup", "data.augment.mixup.alpha": 1.0},
-            range(7, 90),
-        ),  # 9 blocks in 2 executions
-        (3, {"data.augment": "inception,cutmix"}, range(7, 90)),
-        (2, {"model.image_size": 512}, range(3)),  # two blocks a step
+        (1, LARGE | {"data.augment": "inception,mixup"}, range(7, 14)),  # 7 blocks in 2 executions
+        (3, {"data.augment": "inception,cutmix"}, range(7, 45)),  # two blocks of several steps for each
+        (2, {"model.image_size": 512}, range(2)),  # two blocks a step
     ],
     ids=["one worker", "three", "parts of a step"],
 )
@@ -94,7 +92,7 @@ def test_images_with_several_labels(server: Any, tmp_path: Path, monkeypatch: py
 
 def test_two_feeds_give_the_same_batches_as_one(digits: str, server: Any, patient: Any) -> None:
     """The first feed serves two of three workers."""
-    run, steps = digits_run(digits), range(3, 30)
+    run, steps = digits_run(digits), range(3, 9)
     for rank, batches in enumerate(read_all([server, patient], run, 3, steps)):
         expected = in_process(open_stream(run, "train", rank, 3), steps)
         assert all(equal(a, b) for a, b in zip(batches, expected, strict=True))
@@ -102,7 +100,7 @@ def test_two_feeds_give_the_same_batches_as_one(digits: str, server: Any, patien
 
 def test_blocks_ahead_are_bounded_and_a_task_that_dies_is_repeated(digits: str, patient: Any) -> None:
     """A worker stops reading; then the processes that decode are killed while they wait for room."""
-    stream, steps = open_stream(digits_run(digits), "train", 0, 1), range(200)
+    stream, steps = open_stream(digits_run(digits, **LARGE), "train", 0, 1), range(13)
     reading = by_ray_data([patient])(stream, steps)
     found = [next(reading)]
     waiting = tasks = claimed = -1
@@ -110,7 +108,7 @@ def test_blocks_ahead_are_bounded_and_a_task_that_dies_is_repeated(digits: str, 
         waiting, tasks, claimed = ray.get(patient.__ray_call__.remote(tasks_and_claims))
         time.sleep(0.05)
     asked = 1 + BLOCKS_AHEAD
-    assert claimed <= asked + READY_BLOCKS + BLOCKS_PER_TASK * tasks < 20  # of all
+    assert claimed <= asked + READY_BLOCKS + BLOCKS_PER_TASK * tasks < len(steps)  # the blocks of all
     decoding = [
         each for each in psutil.Process().children(recursive=True) if "MapBatches" in command_of(each)
     ]
@@ -145,13 +143,13 @@ def test_a_worker_says_what_it_waits_for(
 def test_validation_beside_training(digits: str, server: Any) -> None:
     run = digits_run(digits)
     stream, validation = open_stream(run, "train", 0, 1), open_stream(run, "val", 0, 1)
-    training = by_ray_data([server])(stream, range(40))
+    training = by_ray_data([server])(stream, range(20))
     first = next(training)
     for _ in range(2):
         (found,) = read_all([server], run, 1, validation.steps(), "val")
         expected = in_process(validation, validation.steps())
         assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
-    expected = in_process(stream, range(40))
+    expected = in_process(stream, range(20))
     assert all(equal(a, b) for a, b in zip([first, *training], expected, strict=True))
 
 

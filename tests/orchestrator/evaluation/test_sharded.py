@@ -61,14 +61,14 @@ def exact() -> Iterator[None]:
 
 
 def figures(name: str, ref: ModelRef, model: Model, data: str) -> dict[str, Any]:
-    where: Any = {"path": data, "split": "val", "batch_size": 64}
+    where: Any = {"path": data, "split": "val", "batch_size": 32}
     task = evaluate.EvalTask(model=ref, points=CASES[name][1], results="", **where)
     found = evaluate.figures(model, task, repeats=1)
-    assert found.latency.batch == 64
+    assert found.latency.batch == 32
     return {
         "scores": [each.sums["classes"] for each in found.scores],
         "answers": vars(found.answers) | {"notes": len(found.answers.notes)},
-        "few shots": few_shots(model, ref.run_on(data, batch_size=64), FewShotConfig(shots=(1, 5), seeds=2)),
+        "few shots": few_shots(model, ref.run_on(data, batch_size=32), FewShotConfig(shots=(1, 5), seeds=2)),
         "predictions": predictions(ref, model, data, DRAWN),
     }
 
@@ -139,12 +139,12 @@ def check_layouts(rank: int, ranks: int, folder: str, figures: Figures) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("ranks", mostly_slow((1, 2, 4), fast=(2,)))
-def test_figures_are_those_of_the_whole_model(ranks: int, captioned: str, tmp_path: Path):
+def test_figures_are_those_of_the_whole_model(ranks: int, few_digits: str, tmp_path: Path):
     with exact():
         found = {}
         for name in CASES:
             ref = exported(name, tmp_path)
-            found[name] = captioned, figures(name, ref, ref.load(), captioned)
+            found[name] = few_digits, figures(name, ref, ref.load(), few_digits)
         torch.save(found, tmp_path / "figures")
     spawn(ranks, worker, str(tmp_path))
 

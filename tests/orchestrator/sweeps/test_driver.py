@@ -162,14 +162,27 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
 
 
 @pytest.mark.smoke
-def test_fresh_weights_never_take_the_name_of_others(sweep, tracking):
-    """After --fresh the first version still loads its own weights, from where they were moved to."""
+@pytest.mark.usefixtures("no_pictures")
+def test_fresh_weights_never_take_the_name_of_others(sweep, tracking, tmp_path, capsys):
+    """Of one MLflow store. Sweeps of one name in two storages do not meet: each gets the frontier of its own
+    arms. After --fresh the first version still loads its own weights, from where they were moved to.
+    """
     sweep = replace(sweep, arms={"dense": {}})
-    train_here(sweep)
-    swept(sweep, tracking)
+    theirs = replace(
+        sweep, base=override(sweep.base, {"storage": str(tmp_path / "theirs")}), arms={"theirs": {}}
+    )
+    for each in (sweep, theirs):
+        train_here(each)
+        swept(each, tracking)
+    frontier, outcomes = swept(sweep, tracking)
+    assert outcomes == {}
+    assert [p.arm for p in frontier.points] == ["dense"]
+
     first = load_model("models:/tiny/1", tracking_uri=tracking.uri).state_dict()
     other = replace(sweep, base=override(sweep.base, {"train.seed": 5}))
-    swept(other, tracking, SweepOptions(mode="fresh"))
+    capsys.readouterr()
+    run_sweep(other, SweepOptions(mode="fresh"), progress=False, store=tracking)
+    assert capsys.readouterr().out == ""
     again = load_model("models:/tiny/1", tracking_uri=tracking.uri).state_dict()
     assert all(first[name].equal(again[name]) for name in first)
     newer = load_model("models:/tiny@pareto-best", tracking_uri=tracking.uri).state_dict()
@@ -179,23 +192,6 @@ def test_fresh_weights_never_take_the_name_of_others(sweep, tracking):
     Path(RunDir.of(sweep.base).path, "trials/dense/checkpoints").rename(weights)
     with pytest.raises(UsageError, match="holds other weights than were registered"):
         load_model("models:/tiny/1", tracking_uri=tracking.uri)
-
-
-@pytest.mark.smoke
-def test_sweeps_of_one_name_in_two_storages_do_not_meet(sweep, tracking, tmp_path, capsys):
-    """One MLflow store, two users: each gets the frontier of its own arms. One of them wants no progress."""
-    mine = replace(sweep, arms={"mine": {}})
-    train_here(mine)
-    swept(mine, tracking)
-    capsys.readouterr()
-    theirs = replace(
-        sweep, base=override(sweep.base, {"storage": str(tmp_path / "theirs")}), arms={"theirs": {}}
-    )
-    run_sweep(theirs, progress=False, store=tracking)
-    assert capsys.readouterr().out == ""
-    frontier, outcomes = swept(mine, tracking)
-    assert outcomes == {}
-    assert [p.arm for p in frontier.points] == ["mine"]
 
 
 def test_more_arms_and_seeds_may_come_but_none_may_change(sweep):
@@ -270,7 +266,7 @@ def test_a_notebook_needs_no_data_and_no_mlflow(tracking, tmp_path, capsys, monk
     by_name = load_model("demo@knee", root=base.storage)
     for model in (frontier.knee.load(), again[frontier.knee.arm].load(), by_name):
         assert torch.equal(model.head.weight, by_name.head.weight)
-    alone = train(replace(base, name="alone"), progress=False, store=tracking)
+    alone = fit(override(base, {"name": "alone", "data.path": record.base["data"]["path"]}))
     assert torch.equal(alone.load().head.weight, frontier["dense"].load().head.weight)
 
 
@@ -319,15 +315,16 @@ class PauseAll(Policy):
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("no_pictures")
 def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
+    """One of them was paused before; the other pauses and goes on in the same sweep."""
+    sweep = replace(sweep, arms={arm: ARMS[arm] for arm in ("dense", "soft")})
+    acquire_sweep_dir(sweep, resume=False, labels={})
+    fit(sweep.runs()["dense"], until=5)
     frontier, outcomes = swept(sweep, tracking, SweepOptions(policy=PauseAll(best="soft")))
     assert outcomes["soft"].status == "finished"
-    assert shown(tracking, sweep) == {"dense": "KILLED", "soft": "FINISHED", "broken": "KILLED"}
-    assert {p.arm: p.status for p in frontier.points} == {
-        "dense": "stopped",
-        "soft": "finished",
-        "broken": "stopped",
-    }
+    assert shown(tracking, sweep) == {"dense": "KILLED", "soft": "FINISHED"}
+    assert {p.arm: p.status for p in frontier.points} == {"dense": "stopped", "soft": "finished"}
     frontier, outcomes = swept(sweep, tracking)  # now to the end, from step 5
     assert {p.status for p in frontier.points} == {"finished"}
     assert set(shown(tracking, sweep).values()) == {"FINISHED"}
@@ -335,6 +332,7 @@ def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("no_pictures")
 def test_branches_follow_their_trunk_and_are_charged_as_asked(sweep, tracking):
     sweep = replace(
         sweep, arms={"dense": {}}, trunk=Trunk(at=(4, 8), cooldown=2), cost="cost/marginal_train_flops_6mac"
@@ -348,6 +346,7 @@ def test_branches_follow_their_trunk_and_are_charged_as_asked(sweep, tracking):
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("no_pictures")
 def test_interrupted_it_leaves_nothing_running(sweep, tracking):
     """Neither in MLflow nor in Ray: in a notebook the driver lives on. That the same call goes on is in
     tests/jobs/test_interrupted.py.

@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from ray.tune.execution.class_cache import _ActorClassCache
 from ray.util.placement_group import remove_placement_group
 
 from orchestrator.codec import override
@@ -108,16 +109,19 @@ def test_resources_that_are_given_back_at_once_are_not_lost() -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.usefixtures("no_cluster")
-def test_a_sweep_ends_though_processes_cannot_be_reused(digits: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cluster")
+def test_a_sweep_ends_though_processes_cannot_be_reused(
+    digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tune gives the thread of the trial before no time to end, as on a machine that is too busy."""
     patience = {"env_vars": {"TUNE_FUNCTION_THREAD_TIMEOUT_S": "0"}}
-    ray.init("local", num_cpus=1, runtime_env=patience, logging_level="error", log_to_driver=False)
+    impatient = ray.remote(runtime_env=patience)
+    monkeypatch.setattr(_ActorClassCache, "get", lambda _, trainable: impatient(trainable))
     changes = {"name": "tiny", "data.path": digits, "storage": str(tmp_path), "train.steps": 2}
     base = override(RunConfig(), changes | {"model.moe": None})
     sweep = Sweep(base=base, arms={f"lr{n}": {"train.lr": n} for n in (0.1, 0.2, 0.3)})
     begin_sweep(sweep)
-    run = SweepRun(sweep, BudgetTracker(Budget(), str(tmp_path)), RunToCompletion())
+    run = SweepRun(sweep, BudgetTracker(Budget(), str(tmp_path)), RunToCompletion(), max_concurrent=1)
     run.work()
     outcomes = run.outcomes()
     assert list(outcomes) == [*sweep.arms]

@@ -47,9 +47,10 @@ def fit(folder: Path, tuning: tune.TuneConfig, space: dict[str, Any] | None = No
 @pytest.mark.smoke
 def test_nearly_all_of_the_hypervolume_at_half_of_the_cost(tmp_path: Path) -> None:
     """The sweep ends although trials stay paused, and trains no step of a trial twice. The dearest size adds
-    little, for the hypervolume ends at 1.1 times its cost.
+    little, for the hypervolume ends at 1.1 times its cost. An arm whose quality is not a number ends at its
+    first report, and nothing is expected of it.
     """
-    scheduler, results = run(tmp_path, list(COST))
+    scheduler, results = run(tmp_path, [*COST, "nan"])
     final: dict[str, list[float]] = {}
     for result in results:
         if result.metrics.get("step") == STEPS:
@@ -65,6 +66,10 @@ def test_nearly_all_of_the_hypervolume_at_half_of_the_cost(tmp_path: Path) -> No
     for mark in tmp_path.glob("*-[01]"):
         steps = [int(line) for line in mark.read_text().split()]
         assert steps == sorted(set(steps)), mark.name
+    assert {r.metrics["step"] for r in results if r.config and r.config["arm"] == "nan"} == {4}
+    failed = [state for state in scheduler.queue.states.values() if state.failed]
+    assert {state.outcome for state in failed} == {"quality is nan at step 4"}
+    assert failed[0].arm not in scheduler.policy.predictions([*scheduler.queue.states.values()])
 
 
 @pytest.mark.smoke
@@ -76,20 +81,6 @@ def test_a_killed_process_resumes_and_a_budget_ends_the_sweep(tmp_path: Path) ->
     assert scheduler.spent == 6
     assert "6\n5\n6\n7" in (tmp_path / "good0-0").read_text()
     assert not results.errors
-
-
-@pytest.mark.smoke
-def test_a_quality_that_is_not_a_number_ends_its_arm(tmp_path: Path) -> None:
-    """It ends at its first report, and what is expected of an arm without a quality is nothing."""
-    scheduler, results = run(tmp_path, ["nan", "good0"])
-    ended = {(r.config["arm"], r.config["seed"]): r.metrics["step"] for r in results if r.config}
-    assert {step for (arm, _), step in ended.items() if arm == "nan"} == {4}
-    assert {key: step for key, step in ended.items() if key[0] != "nan"} == {
-        ("good0", seed): STEPS for seed in (0, 1)
-    }
-    failed = [state for state in scheduler.queue.states.values() if state.failed]
-    assert {state.outcome for state in failed} == {"quality is nan at step 4"}
-    assert failed[0].arm not in scheduler.policy.predictions([*scheduler.queue.states.values()])
 
 
 @pytest.mark.slow

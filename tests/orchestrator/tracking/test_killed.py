@@ -18,7 +18,6 @@ from tests.mlflow_reader import children, newest_of
 from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Store
 
-KILLS = 20
 ROOT = Path(__file__).parents[3]
 
 
@@ -60,20 +59,21 @@ def started(*arguments: str) -> Iterator[Program]:
 
 
 @pytest.mark.parametrize(
-    "store",
+    ("store", "kills"),
     [
-        pytest.param("sqlite", marks=pytest.mark.smoke),
-        pytest.param("server", marks=pytest.mark.slow),
-        pytest.param("postgres", marks=pytest.mark.slow),
+        pytest.param("sqlite", 6, marks=pytest.mark.smoke),
+        pytest.param("sqlite", 20, marks=pytest.mark.slow),
+        pytest.param("server", 20, marks=pytest.mark.slow),
+        pytest.param("postgres", 20, marks=pytest.mark.slow),
     ],
-    indirect=True,
+    indirect=["store"],
 )
-def test_what_killed_processes_reported_is_there_once(store: Store, tmp_path: Path) -> None:
-    """Twenty times. Every number has one row, in order, and two runs were made in all."""
+def test_what_killed_processes_reported_is_there_once(store: Store, kills: int, tmp_path: Path) -> None:
+    """Again and again. Every number has one row, in order, and two runs were made in all."""
     open_store(store)  # makes the tables
     dice = random.Random(1)
     with started(store.uri, str(tmp_path)) as program:
-        for kill in range(KILLS):
+        for kill in range(kills):
             process = int(program.ask(""))
             if kill % 5:
                 assert program.line() == "writing"
@@ -86,7 +86,7 @@ def test_what_killed_processes_reported_is_there_once(store: Store, tmp_path: Pa
         program.ask(str(last))
         assert [program.line(), program.line()] == ["writing", "ended"]
 
-    assert reached > KILLS
+    assert reached > kills
     reader = open_reader(store.uri)
     sweep = newest_of(reader, f"{tmp_path}/sweep")
     assert sweep is not None

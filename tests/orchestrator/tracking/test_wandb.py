@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from subprocess import PIPE
 
 import psutil
 import pytest
@@ -45,13 +46,9 @@ for part, wait_s in enumerate((0.9, 0.02, 0.1, 0.3)):
     time.sleep(wait_s)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-"""
-WHOLE = """
-import sys
-from orchestrator import TrackerConfig, load_plugins
-
-load_plugins([sys.argv[1]])
-print(TrackerConfig.kinds["wandb"]().follow(sys.argv[2]).update())
+print("killed", flush=True)
+sys.stdin.readline()  # until the run has ended
+print(TrackerConfig.kinds["wandb"]().follow(f"{sys.argv[2]}/killed").update())
 """
 
 
@@ -92,23 +89,20 @@ def reported(directory: str) -> dict[str, list[tuple[int, float]]]:
     return dict(found)
 
 
-def python(program: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", program, str(PLUGIN), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_kills_at_any_moment(tmp_path: Path) -> None:
     """Of four processes that write without a pause. The run has a whole file or none, and no server stays."""
     run = run_at(tmp_path, "killed")
     directory = begin(run)
-    killed = python(KILLED, str(tmp_path)).split()
-    assert len(killed) == 4
-    found = written(directory)["train/loss"]
-    assert found == reported(directory)["train/loss"][: len(found)]
-    end(run, 201, train__loss=0.1, val__acc1=0.5)
-    assert python(WHOLE, directory) == "[]\n"
+    command = [sys.executable, "-c", KILLED, str(PLUGIN), str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) as program:
+        assert program.stdin
+        assert program.stdout
+        *killed, last = (program.stdout.readline().strip() for _ in range(5))
+        assert last == "killed"
+        found = written(directory)["train/loss"]
+        assert found == reported(directory)["train/loss"][: len(found)]
+        end(run, 201, train__loss=0.1, val__acc1=0.5)
+        assert program.communicate("ended\n")[0] == "[]\n"
     steps = range(1, 201)
     assert written(directory) == {
         "train/loss": [*((8 * step, 1 / (3 * step)) for step in steps), (8 * 201, 0.1)],

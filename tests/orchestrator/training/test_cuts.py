@@ -4,7 +4,7 @@ the bit, its end. Of all routers, above all those that count; on one worker and 
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import count
@@ -24,11 +24,11 @@ from orchestrator.data.stream import in_process
 from orchestrator.runs.metrics_file import Metrics, read_metrics
 from orchestrator.runs.run_directory import RunDir
 from orchestrator.training.worker import train_worker
-from tests.lanes import mostly_slow, mostly_smoke
+from tests.lanes import mostly_slow
 from tests.moe.parity import spawn
 from tests.orchestrator.training.recipe import RECIPE
 
-STEPS = 17  # no multiple of any interval below
+STEPS = 11  # no multiple of any interval below
 SMALL = {
     "data.batch_size": 8,
     "model.width": 16,
@@ -67,6 +67,7 @@ CASES = {
     "weights overflow": {"train.lr": 1e39, "train.schedule.warmup_steps": 0},
     "keeps others than it saves": {"checkpoint.keep_every": 5, "train.eval_every": 7},
     "stops early": {
+        "train.steps": 17,
         "train.stop_at": 0.23,
         "train.lr": 0.02,
         "train.schedule.warmup_steps": 0,
@@ -75,8 +76,18 @@ CASES = {
 }
 DIVERGING = ("loss diverges", "weights overflow")
 FAST = ("sign and shares", "weights overflow", "stops early")
+SLOW = ("top_k", "sign", "shares")  # "sign and shares" has all of their state
 COUNTS = [name for name in CASES if name in (*COUNTING, "relu")]
 TIMES = ("perf/", "data/wait_frac", "cost/device_s", "checkpoint/age_s", "resumed/")
+
+
+def in_lanes(cases: Iterable[str]) -> list[Any]:
+    return [
+        case
+        if case in FAST
+        else pytest.param(case, marks=pytest.mark.slow if case in SLOW else pytest.mark.smoke)
+        for case in cases
+    ]
 
 
 class KilledError(Exception):
@@ -87,7 +98,7 @@ def train(run: RunConfig, cuts: random.Random | None) -> None:
     """Trains to the end; with `cuts` it pauses, is asked to stop and is killed, each at a random step, which
     all workers draw."""
     for kind in cuts.sample(("pause", "stop", "kill"), 3) if cuts else ():
-        at, calls = cuts.randint(1, STEPS) if cuts else 0, count(1)
+        at, calls = cuts.randint(1, run.train.steps) if cuts else 0, count(1)
 
         def report(step: int, metrics: Metrics, *, kind: str = kind, at: int = at) -> None:
             if kind == "kill" and step >= at:
@@ -154,7 +165,7 @@ def whole(few_digits: str, tmp_path_factory: pytest.TempPathFactory) -> Callable
         train(run, None)
         record = record_of(run)
         assert record["end"][0] == ("diverged" if case in DIVERGING else "finished")
-        assert (record["end"][1] < STEPS) == (case in ("stops early", *DIVERGING))
+        assert (record["end"][1] < run.train.steps) == (case in ("stops early", *DIVERGING))
         if case not in DIVERGING:
             check_best(record, run)
         return run
@@ -163,7 +174,7 @@ def whole(few_digits: str, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 @pytest.mark.parametrize("seed", mostly_slow([0, 1, 2, 3, 4], fast=[0]))
-@pytest.mark.parametrize("case", mostly_smoke(CASES, fast=FAST))
+@pytest.mark.parametrize("case", in_lanes(CASES))
 def test_a_run_cut_anywhere_is_the_undisturbed_run(
     case: str, seed: int, whole: Callable[[str], RunConfig]
 ) -> None:
@@ -195,7 +206,7 @@ def test_a_run_that_diverges_where_it_is_cut(
     assert record_of(cut)["reports"].keys() == {3}
 
 
-@pytest.mark.parametrize("case", mostly_smoke(COUNTS, fast=FAST))
+@pytest.mark.parametrize("case", in_lanes(COUNTS))
 def test_a_branch_is_its_trunk(case: str, whole: Callable[[str], RunConfig]) -> None:
     """With the same steps and rates; and a model that is loaded from it begins with counts of 0."""
     trunk = whole(case)
@@ -211,8 +222,8 @@ def test_a_branch_is_its_trunk(case: str, whole: Callable[[str], RunConfig]) -> 
 
 
 def two_workers(rank: int, ranks: int, folder: str) -> None:
-    few_digits = Path(folder, "digits").read_text()
-    for case in ("quantile", "sign and shares", "relu"):
+    few_digits, *cases = Path(folder, "cases").read_text().splitlines()
+    for case in cases:
         layout = {"scale.workers": ranks, "scale.ep": ranks}
         run = small_run(few_digits, folder, case, name=f"{case} whole".replace(" ", "-"), **layout)
         cut = override(run, {"name": f"{case} cut".replace(" ", "-")})
@@ -222,9 +233,16 @@ def two_workers(rank: int, ranks: int, folder: str) -> None:
         assert record_of(cut) == record_of(run), case
 
 
-@pytest.mark.smoke
-def test_two_workers(few_digits: str, tmp_path: Path) -> None:
-    (tmp_path / "digits").write_text(few_digits)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(("sign and shares", "relu"), marks=pytest.mark.smoke),
+        pytest.param(("quantile",), marks=pytest.mark.slow),  # counts too
+    ],
+    ids=", ".join,
+)
+def test_two_workers(cases: tuple[str, ...], few_digits: str, tmp_path: Path) -> None:
+    (tmp_path / "cases").write_text("\n".join((few_digits, *cases)))
     spawn(2, two_workers, str(tmp_path))
 
 
@@ -237,7 +255,7 @@ def test_the_best_is_kept_at_any_intervals(
 ) -> None:
     """The rate is so high that the model gets worse in the middle of the run."""
     changes = {"train.eval_every": evaluates, "checkpoint.every": saves, "checkpoint.keep_best": keep_best}
-    run = small_run(few_digits, tmp_path, "soft", **changes, **{"train.lr": 0.3})
+    run = small_run(few_digits, tmp_path, "soft", **changes, **{"train.lr": 0.3, "train.steps": 17})
     train(run, random.Random(evaluates))
     record = record_of(run)
     check_best(record, run)

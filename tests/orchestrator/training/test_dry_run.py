@@ -28,7 +28,7 @@ from orchestrator.training.worker import build_model
 from tests.lanes import mostly_smoke
 from tests.moe.parity import spawn
 
-MODEL = {"image_size": 32, "width": 128, "depth": 4, "mlp_dim": 512, "num_classes": 12}
+MODEL = {"image_size": 32, "width": 128, "depth": 2, "mlp_dim": 512, "num_classes": 12}
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 8}
 SPREAD = SOFT | {"scale.ep": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -46,9 +46,16 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Two workers take fewer cases than four: what these two have, the others have too.
+SIMPLE = ("soft", "soft, spread")
+
+
+def cases_of(workers: int) -> dict[str, dict[str, Any]]:
+    return {name: case for name, case in CASES.items() if workers == 4 or name not in SIMPLE}
+
 
 def run_of(workers: int, changes: dict[str, Any], images: int = 8) -> RunConfig:
-    """A model of 4 blocks, 2 of them with 8 experts; `images` per worker and pass."""
+    """A model of 2 blocks, one of them with 8 experts; `images` per worker and pass."""
     changes = {f"model.{name}": value for name, value in MODEL.items()} | changes
     batch = images * changes.pop("passes", 1) * workers
     fields = {"scale.workers": workers, "data.batch_size": batch, "train.microbatch": images}
@@ -89,7 +96,7 @@ def measure(run: RunConfig) -> dict[str, Any]:
 
 def measure_all(rank: int, ranks: int, folder: str) -> None:
     found = {}
-    for name, changes in CASES.items():
+    for name, changes in cases_of(ranks).items():
         found[name] = measure(run_of(ranks, changes))
         gc.collect()
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
@@ -104,7 +111,7 @@ def test_equals_workers(workers: int, tmp_path: Path) -> None:
     """
     spawn(workers, measure_all, str(tmp_path))
     real = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(workers)]
-    for name, changes in CASES.items():
+    for name, changes in cases_of(workers).items():
         found, first = dry_run(run_of(workers, changes)), real[0][name]
         assert (found.parameters, found.optimizer) == (first["parameters"], first["optimizer"]), name
         for phase in STEP_PHASES:

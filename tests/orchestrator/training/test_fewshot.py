@@ -45,7 +45,7 @@ SMALL = {
     "model.moe.images_per_group": 4,  # so that a group that is another would show
     "data.batch_size": 48,
     "train.lr": 5e-3,
-    "train.steps": 24,
+    "train.steps": 12,
     "train.eval_every": 12,
     "train.fewshot.shots": [1, 5],
     "train.fewshot.seeds": 2,

@@ -69,7 +69,7 @@ def run_of(recipe: str) -> RunConfig:
     small |= {
         "train.lr": 1e-2,
         "train.clip_norm": 0.2,
-        "train.steps": 4,
+        "train.steps": 3,
         "train.schedule.warmup_steps": 0,
         "train.schedule.cooldown_steps": 0,
     }
@@ -98,7 +98,7 @@ def case_of(recipe: str) -> Case:
         batch=partial(digits, run, recipe == "several labels"),
         compared=dict.fromkeys(("train/loss", "train/grad_norm", "val/loss", "val/acc1"), 1e-6),
         padded=BATCH - 3,
-        steps=4,
+        steps=3,
     )
 
 

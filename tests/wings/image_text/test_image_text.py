@@ -30,7 +30,13 @@ def homes(
     empty_store(home)
     base = override(
         make_sweep("laion", "tiny").base,
-        {"storage": str(home), "data.path": captioned, "train.eval_every": 400, "task.loss": "softmax"},
+        {
+            "storage": str(home),
+            "data.path": captioned,
+            "train.steps": 140,
+            "train.eval_every": 140,
+            "task.loss": "softmax",
+        },
     )
     small = {f"model.{n}": v for n, v in flat(base.model).items() if n.startswith("image.")}
     image = {n.replace("image.", ""): v for n, v in small.items()}
@@ -99,10 +105,10 @@ def test_retrieval_with_a_page(home: Path, call: Call, tmp_path: Path) -> None:
 
 
 def test_pictures_get_names_from_the_command_line(
-    home: Path, captioned: str, call: Call, tmp_path: Path, cluster: None
+    home: Path, captioned: str, call: Call, tmp_path: Path
 ) -> None:
     out = str(tmp_path / "said")
-    asked: Any = ["beside", "--images", captioned, "--split", "val", "--out", out, "--workers", "1"]
+    asked: Any = ["beside", "--images", captioned, "--split", "val", "--out", out]
     stopped, _ = call(predict.main, *asked, "--classes", *WORDS, "--template", "the digit {}")
     assert stopped == ""
     table = pandas.read_parquet(out)
