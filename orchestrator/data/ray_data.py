@@ -95,8 +95,7 @@ class BatchServer:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
         # Imports and Ray Data's first execution take seconds; they run while the workers start.
-        self._imports = [_import_all.remote() for _ in range(self._tasks)]
-        threading.Thread(target=_first_execution, daemon=True).start()
+        threading.Thread(target=_first_execution, args=(self._tasks,), daemon=True).start()
         self._numbers = count()
         self._joined: dict[ReadPlan, tuple[set[int], asyncio.Event, int]] = {}
         self._running: dict[int, _Reading] = {}
@@ -127,13 +126,15 @@ class BatchServer:
         return await running.claim(task, place) if running else [None]
 
 
-@ray.remote(num_cpus=0.01, scheduling_strategy="SPREAD")  # over nodes that have CPUs, which decode
-def _import_all() -> None:
+def _first_execution(tasks: int) -> None:
+    """Starts the processes that will decode, on all nodes that have CPUs, and loads their libraries."""
+    numbers = ray.data.range(tasks, override_num_blocks=tasks)
+    numbers.map_batches(_import_all, batch_size=None, num_cpus=0.01).materialize()
+
+
+def _import_all(batch: Any) -> Any:
     import_module("orchestrator.data.stream")
-
-
-def _first_execution() -> None:
-    ray.data.from_items([0]).map_batches(lambda ids: ids, num_cpus=0.01).materialize()
+    return batch
 
 
 class _Reading:
