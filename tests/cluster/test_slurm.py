@@ -22,7 +22,7 @@ from orchestrator.training.fit import fit
 from tests.machines import DISK, ROOT, Machine, machines
 from tests.parts import system_program
 
-STEPS = 40
+STEPS = 60
 CHANGES = {
     "model.moe.router.kind": "soft",
     "model.moe.num_experts": 4,

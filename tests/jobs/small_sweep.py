@@ -1,6 +1,4 @@
-"""A sweep of four small arms, for ``--sweep tests/jobs/small_sweep.py:make``, or of one."""
-
-from dataclasses import replace
+"""A sweep of four small arms, for ``--sweep tests/jobs/small_sweep.py:make``."""
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -20,7 +18,3 @@ def make() -> Sweep:
         }
     fields = {"name": "small", "train.steps": 60, "train.report_every": 5, "checkpoint.every": 10}
     return Sweep(base=override(RunConfig(), fields), arms=arms)
-
-
-def one() -> Sweep:
-    return replace(make(), arms={"dense": {}})
