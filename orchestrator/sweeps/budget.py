@@ -54,7 +54,8 @@ def load_prices(path: str) -> dict[str, Device]:
     except FileNotFoundError:
         raise UsageError(f"no price table at {path}: copy jobs/prices.yaml and edit it") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not YAML: {error}") from None
+        reason = " ".join(str(error).split())  # it shows the place on lines of their own
+        raise UsageError(f"{path} is not YAML: {reason}") from None
     if not isinstance(table, Mapping) or not table:
         raise UsageError(f"{path} holds no devices: write `H100-80: {{usd_per_hour: 7, peak_tflops: 989}}`")
     return {str(kind): _device(f"{path}: {kind}", entry) for kind, entry in table.items()}
