@@ -25,8 +25,8 @@ from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import make_mesh
 from moe.presets import VITS
 from moe.routers import SoftConfig
+from orchestrator.checkpoint.export import write_export
 from orchestrator.checkpoint.models import read_model
-from orchestrator.checkpoint.weights import write_export
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch
 from orchestrator.evaluation.scores import evaluate_at

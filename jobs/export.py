@@ -141,7 +141,7 @@ def export(flags: ExportFlags) -> None:
     """
     from moe.exported import WEIGHTS
     from orchestrator import storage
-    from orchestrator.checkpoint import weights
+    from orchestrator.checkpoint import export as exports
     from orchestrator.checkpoint.files import SUFFIX
     from orchestrator.checkpoint.manifest import folder_of, is_there, steps
     from orchestrator.evaluation.models import model_location
@@ -175,7 +175,7 @@ def export(flags: ExportFlags) -> None:
         check_file("--out", out)
     elif storage.is_local(out):
         check_out(out, own=(WEIGHTS,), apart=(directory.removesuffix("/checkpoints"),))
-    weights.export(location, out, ema=flags.ema, images_per_group=flags.images_per_group, fresh=flags.fresh)
+    exports.export(location, out, ema=flags.ema, images_per_group=flags.images_per_group, fresh=flags.fresh)
     print_exported(out, out if is_file else storage.join(out, WEIGHTS))
 
 
@@ -191,8 +191,8 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
     from moe.exported import WEIGHTS
     from orchestrator import storage
     from orchestrator.checkpoint import graphs
+    from orchestrator.checkpoint.export import check_export
     from orchestrator.checkpoint.models import read_model
-    from orchestrator.checkpoint.weights import check_export
     from orchestrator.tracking.pyfunc import write_pyfunc
 
     assert flags.out

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.checkpoint.weights import export
+from orchestrator.checkpoint.export import export
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest

@@ -23,9 +23,9 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from moe.overrides import AS_TRAINED, RoutingOverrides
+from orchestrator.checkpoint.export import export, write_export
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.models import ModelRef, read_model
-from orchestrator.checkpoint.weights import export, write_export
 from orchestrator.config import RunConfig
 from orchestrator.costs import FORWARD, computed
 from orchestrator.errors import UsageError

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from moe.model import ModelConfig
+from orchestrator.checkpoint.export import write_export
 from orchestrator.checkpoint.models import ModelRef, read_model
-from orchestrator.checkpoint.weights import write_export
 from orchestrator.config import RunConfig
 from orchestrator.costs import FORWARD, computed
 from orchestrator.inference.measure import GFLOPS_PER_S, ONE_IMAGE, Say, disturbance, run_clock, write_models

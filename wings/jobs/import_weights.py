@@ -58,8 +58,8 @@ def main() -> None:
 def import_weights(flags: ImportFlags) -> None:
     from moe.exported import WEIGHTS
     from orchestrator import storage
+    from orchestrator.checkpoint.export import check_export
     from orchestrator.checkpoint.files import SUFFIX
-    from orchestrator.checkpoint.weights import check_export
     from wings.weights import plan_import, write_import
 
     out = storage.absolute(flags.out)

@@ -25,9 +25,10 @@ from moe.model import ModelConfig
 from moe.models.vit import ViTConfig
 from moe.signature import SIGNATURE, read_signature
 from orchestrator import storage
+from orchestrator.checkpoint.export import write_export
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.models import ModelRef
-from orchestrator.checkpoint.weights import read_metadata, signature_of, write_export
+from orchestrator.checkpoint.weights import read_metadata, signature_of
 from orchestrator.codec import override, to_dict
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.data.images import eval_settings, resized_side
@@ -315,7 +316,7 @@ def _with_classes(facts: Facts, outputs: int) -> Facts:
 
 
 def write_import(planned: Import, out: str, *, fresh: bool = False) -> None:
-    """Reads the weights and writes a folder as `checkpoint.weights.export` does, with their source.
+    """Reads the weights and writes a folder as `checkpoint.export.export` does, with their source.
 
     Raises:
         UsageError: if there is an export in `out` and `fresh` is not set; the mean and std of pixels are not

@@ -20,8 +20,9 @@ from moe.models.vit import ViTConfig
 from moe.signature import SIGNATURE
 from orchestrator import storage
 from orchestrator.checkpoint.card import PREPROCESSOR, preprocessor
+from orchestrator.checkpoint.export import check_export
 from orchestrator.checkpoint.models import ModelRef
-from orchestrator.checkpoint.weights import check_export, write_file
+from orchestrator.checkpoint.weights import write_file
 from orchestrator.codec import to_dict
 from orchestrator.errors import UsageError
 from wings.weights.kind import TensorNames

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh
+from orchestrator.checkpoint.export import write_export
 from orchestrator.checkpoint.files import OPTIMIZER
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.models import classes_at_start
 from orchestrator.checkpoint.start import Classes, StartReport, load_moments, start_from
-from orchestrator.checkpoint.weights import write_export
 from orchestrator.codec import override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.data.manifest import Manifest, Shard, save_manifest

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh
+from orchestrator.checkpoint.export import export
 from orchestrator.checkpoint.files import OPTIMIZER
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.start import load_moments, start_from
-from orchestrator.checkpoint.weights import export
 from orchestrator.codec import override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError

@@ -8,8 +8,8 @@ import torch
 
 from moe import MoEConfig, TokenChoiceConfig, ViTConfig
 from moe.overrides import RoutingOverrides
+from orchestrator.checkpoint.export import write_export
 from orchestrator.checkpoint.models import ModelRef, read_model
-from orchestrator.checkpoint.weights import write_export
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 

@@ -16,8 +16,9 @@ from moe import load_signature
 from moe.signature import Signature, read_signature
 from orchestrator import inference
 from orchestrator.checkpoint import graphs
+from orchestrator.checkpoint.export import write_export
 from orchestrator.checkpoint.models import ModelRef, read_model
-from orchestrator.checkpoint.weights import signature_of, write_export
+from orchestrator.checkpoint.weights import signature_of
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import normalize

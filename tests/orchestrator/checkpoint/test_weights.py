@@ -22,11 +22,12 @@ from moe.routers import SoftConfig
 from moe.signature import read_signature
 from orchestrator import storage
 from orchestrator.checkpoint.card import CARD, PREPROCESSOR
+from orchestrator.checkpoint.export import export
 from orchestrator.checkpoint.files import load_state
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.manifest import find_checkpoint
 from orchestrator.checkpoint.start import start_from
-from orchestrator.checkpoint.weights import export, signature_of
+from orchestrator.checkpoint.weights import signature_of
 from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError

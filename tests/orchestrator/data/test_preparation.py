@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from orchestrator.checkpoint.export import export
 from orchestrator.checkpoint.models import read_model
-from orchestrator.checkpoint.weights import export
 from orchestrator.data.images import BadImage, Picture, decode
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.preparation import Preparation

@@ -15,7 +15,7 @@ SOFT = {"model.moe.router.kind": "soft", "model.width": 16}
 
 
 def exported(path: Path, changes: dict | None = None, seed: int = 0) -> ModelRef:
-    """As `weights.export` writes one; its head is not at its zero start."""
+    """As `checkpoint.export.export` writes one; its head is not at its zero start."""
     run = override(RunConfig(), {"name": path.stem, **(SOFT if changes is None else changes)})
     model = ViT(run.model, seed=seed)
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(seed))

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from moe.config import members
 from moe.models.vit import ViT
 from moe.parallel import local_part
+from orchestrator.checkpoint.export import export
 from orchestrator.checkpoint.files import EMA
 from orchestrator.checkpoint.manifest import newest
 from orchestrator.checkpoint.models import read_model
-from orchestrator.checkpoint.weights import export
 from orchestrator.codec import override
 from orchestrator.config import EMAConfig, RunConfig
 from orchestrator.data.stream import in_process

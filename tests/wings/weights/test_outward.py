@@ -12,8 +12,8 @@ from moe.exported import load
 from moe.model import Model
 from moe.presets import preset
 from orchestrator.checkpoint.card import preprocessor
+from orchestrator.checkpoint.export import write_export
 from orchestrator.checkpoint.models import read_model
-from orchestrator.checkpoint.weights import write_export
 from orchestrator.codec import override, to_dict
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.errors import UsageError
