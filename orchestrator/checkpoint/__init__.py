@@ -6,6 +6,6 @@
       manifest.json                              step, progress, config, every file's SHA-256; written last
 
 `manager.py` saves, resumes and removes checkpoints; `files.py` moves tensors to files and back; `manifest.py`
-commits a checkpoint and finds the newest whole one; `weights.py` reads weights apart from their run, `start.py`
-starts models from them, `export.py` writes them for use without a run; `models.py` loads trained models.
+commits a checkpoint and finds the newest whole one; `weights.py` reads weights apart from their run;
+`start.py` starts models from them; `export.py` writes them for use without a run; `models.py` loads models.
 """
