@@ -110,8 +110,6 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> None:
     for name in ("HOME", "CACHE"):
         os.environ[f"MOE_FRONTIER_{name}"] = str(tmp_path_factory.mktemp(name.lower()))
     os.environ["RAY_ADDRESS"] = "local"
-    # Ray ends idle processes beyond the number of CPUs, and the next task loads the libraries again
-    os.environ["RAY_num_workers_soft_limit"] = "8"  # noqa: SIM112
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # eight processes for jobs of its LLM pages
     os.environ.pop("MLFLOW_TRACKING_URI", None)
 

@@ -1,7 +1,4 @@
-"""`cluster/slurm/frontier.sbatch` on a Slurm of two machines, whose hostnames /etc/hosts has at 127.0.1.1.
-
-A job stands still without its network, saves on a notice, and continues.
-"""
+"""`cluster/slurm/frontier.sbatch` on a Slurm of two machines: it saves on a notice, and continues."""
 
 import json
 import os
@@ -15,22 +12,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.codec import override
-from orchestrator.config import RunConfig
-from orchestrator.runs.run_directory import RunDir
-from orchestrator.training.fit import fit
-from tests.machines import DISK, ROOT, Machine, machines
+from tests.machines import ROOT, Machine, machines
 from tests.parts import system_program
 
-STEPS = 60
-CHANGES = {
-    "model.moe.router.kind": "soft",
-    "model.moe.num_experts": 4,
-    "train.microbatch": 4,  # steps that leave time to pull the cable
-    "train.report_every": 1,
-    "train.steps": STEPS,
-    "checkpoint.every": STEPS,
-}
+STEPS = 80
+FIELDS = ("train.report_every=5", "checkpoint.every=80", f"train.steps={STEPS}", "train.microbatch=8")
 NEVER_S = 600
 CONF = """
 ClusterName=frontier
@@ -97,36 +83,25 @@ def until(what: str, condition: Callable[[], bool], log: Callable[[], str]) -> N
         time.sleep(0.3)
 
 
-def rows(run: RunConfig) -> list[dict[str, Any]]:
-    file = Path(RunDir.of(run).path, "metrics.jsonl")
+def rows(file: Path) -> list[dict[str, Any]]:
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
 
 
-def losses(run: RunConfig) -> list[tuple[int, float]]:
-    return [(row["step"], row["metrics"]["train/loss"]) for row in rows(run) if "metrics" in row]
-
-
-@pytest.mark.smoke
-def test_a_job_outlives_its_network_and_a_notice(digits, empty_store, tmp_path):
-    """An expert-parallel group across two machines stands still while the cable is out, and continues when it
-    is in again; the requeued job repeats no step. The losses are those of one undisturbed worker.
-
-    A requeued job waits for the end of its credential: `cred_expire`, by default two minutes.
-    """
-    out, home = tmp_path / "out.txt", tmp_path / "home"
-    run = override(RunConfig(), {**CHANGES, "data.path": digits, "storage": str(home), "name": "noticed"})
+@pytest.mark.slow  # `test_cuts` saves two workers on a notice, `test_interrupted` a sweep
+def test_a_notice_saves_and_the_requeued_job_repeats_no_step(digits, empty_store, tmp_path):
+    """A requeued job waits for the end of its credential: `cred_expire`, by default two minutes."""
+    out, file = tmp_path / "out.txt", tmp_path / "home" / "noticed" / "metrics.jsonl"
     train = [sys.executable, "jobs/train.py", "--name", "noticed", "--workers", "2", "--ep", "2"]
     train += ["--grace", "60", "--data", digits, "--tracking-uri", empty_store(tmp_path)]
-    train += ["--set", *(f"{name}={value}" for name, value in CHANGES.items())]
+    train += ["--set", "model.moe.router.kind=soft", "model.moe.num_experts=4", *FIELDS]
     with machines(2) as boxes, slurm(tmp_path / "slurm", tuple(boxes)) as env:
-        head, other = boxes
+        head = boxes[0]
         daemons = tmp_path / "slurm" / "log.txt"
         until(
             "nodes", lambda: "2" in ask(head, env, "sinfo", "-h", "-t", "idle", "-o", "%D"), daemons.read_text
         )
-        env |= {"NETWORK": "10.77.", "MOE_FRONTIER_HOME": str(home), "PYTHONPATH": str(ROOT)}
-        env["TMPDIR"] = DISK  # where Ray Train keeps its state: also these files are of one machine
+        env |= {"NETWORK": "10.77.", "MOE_FRONTIER_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         env.pop("RAY_ADDRESS", None)
         options = ["--parsable", "--cpus-per-task=2", "--time=30", f"--output={out}"]
@@ -136,22 +111,12 @@ def test_a_job_outlives_its_network_and_a_notice(digits, empty_store, tmp_path):
         def said() -> str:
             return (out.read_text() if out.exists() else "") + ask(head, env, "squeue")
 
-        until("step 2", lambda: len(losses(run)) >= 2, said)
-        other.plug("down")
-        time.sleep(1)  # what was on its way arrives
-        before = losses(run)
-        time.sleep(5)
-        assert losses(run) == before, "the machines do not need the cable"
-        other.plug("up")
-        until("the next step", lambda: len(losses(run)) > len(before), said)
+        until("step 20", lambda: max((r.get("step", 0) for r in rows(file)), default=0) >= 20, said)
         ask(head, env, "scancel", "--signal=USR1", "--batch", job)
         until("requeue", lambda: ask(head, env, "squeue", "-h", "-o", "%T") == "PENDING\n", said)
         assert "Interrupted: noticed is saved at step " in out.read_text(), out.read_text()
         saved = int(out.read_text().partition("is saved at step ")[2].partition(".")[0])
-        assert len(before) < saved < STEPS
+        assert 20 <= saved < STEPS
         until("end", lambda: "COMPLETED" in ask(head, env, "scontrol", "show", "job", job), said)
-    assert [row["resumed"] for row in rows(run) if "resumed" in row] == [saved]
-    fit(alone := override(run, {"name": "alone"}), lambda step, metrics: None)
-    for (step, loss), (_, expected) in zip(found := losses(run), losses(alone), strict=True):
-        assert loss == pytest.approx(expected, rel=1e-5), step
-    assert [step for step, _ in found] == [*range(1, STEPS + 1)]
+    assert [row["resumed"] for row in rows(file) if "resumed" in row] == [saved]
+    assert [row["step"] for row in rows(file) if "metrics" in row] == [*range(5, STEPS + 1, 5)]

@@ -202,7 +202,7 @@ def statuses(home: Path) -> set[str]:
 FIELDS = ("train.steps=400", "train.report_every=10", "checkpoint.every=400")
 
 
-@pytest.mark.slow  # tests/cluster/test_slurm.py sends SIGUSR1 to two workers
+@pytest.mark.slow  # `test_cuts` saves two workers on a notice
 @pytest.mark.parametrize(("sent", "workers"), [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
 def test_a_run_saves_and_continues_without_repeating_a_step(sent, workers, tmp_path):
     command = ("jobs/train.py", "--name", "run", "--workers", str(workers), "--grace", "90", "--set", *FIELDS)
