@@ -18,12 +18,7 @@ from moe.overrides import RoutingOverrides
 from moe.signature import SIGNATURE, Signature, read_signature
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import (
-    SUFFIX,
-    WeightsReader,
-    open_tensors,
-    read_header,
-)
+from orchestrator.checkpoint.files import SUFFIX, WeightsReader, open_tensors, read_header
 from orchestrator.checkpoint.manifest import (
     CheckpointManifest,
     DamagedError,

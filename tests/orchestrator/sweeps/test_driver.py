@@ -164,8 +164,8 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
 @pytest.mark.smoke
 @pytest.mark.usefixtures("no_pictures")
 def test_fresh_weights_never_take_the_name_of_others(sweep, tracking, tmp_path, capsys):
-    """Of one MLflow store. Sweeps of one name in two storages do not meet: each gets the frontier of its own
-    arms. After --fresh the first version still loads its own weights, from where they were moved to.
+    """Two storages share one MLflow store: sweeps of one name each get the frontier of their own arms. After
+    --fresh the first version still loads its own weights, from where they were moved to.
     """
     sweep = replace(sweep, arms={"dense": {}})
     theirs = replace(

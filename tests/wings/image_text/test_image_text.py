@@ -105,10 +105,10 @@ def test_retrieval_with_a_page(home: Path, call: Call, tmp_path: Path) -> None:
 
 
 def test_pictures_get_names_from_the_command_line(
-    home: Path, captioned: str, call: Call, tmp_path: Path
+    home: Path, captioned: str, call: Call, tmp_path: Path, cluster: None
 ) -> None:
     out = str(tmp_path / "said")
-    asked: Any = ["beside", "--images", captioned, "--split", "val", "--out", out]
+    asked: Any = ["beside", "--images", captioned, "--split", "val", "--out", out, "--workers", "1"]
     stopped, _ = call(predict.main, *asked, "--classes", *WORDS, "--template", "the digit {}")
     assert stopped == ""
     table = pandas.read_parquet(out)
