@@ -301,7 +301,7 @@ print("counted", ray.get(counter.up.remote()), places == sorted(node["NodeID"] f
 """
 
 
-@pytest.mark.smoke
+@pytest.mark.slow  # `test_sweep_on_a_cluster` kills it
 def test_a_control_server_with_its_state_in_redis_comes_back(env, tmp_path):
     """A job that runs goes on with its actor and its nodes, and the cluster takes another."""
     redis = system_program("redis-server", "redis-server")

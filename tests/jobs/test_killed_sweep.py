@@ -99,7 +99,7 @@ def state(uri: str) -> State:
     return found
 
 
-@pytest.mark.smoke
+@pytest.mark.slow  # `test_sweep_on_a_cluster` kills both
 def test_the_driver_and_a_worker_are_killed(tmp_path, undisturbed):
     """The sweep trains one trial at a time; the sweeps below train two."""
     home = tmp_path / "home"

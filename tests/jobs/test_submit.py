@@ -1,6 +1,6 @@
 """`ray job submit` against a head started as the README says, with token authentication.
 
-tests/cluster/test_secrets.py stops a submitted sweep, which then continues.
+tests/cluster/test_sweep_on_a_cluster.py stops a submitted sweep, which then continues.
 """
 
 import os

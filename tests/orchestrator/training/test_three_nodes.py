@@ -60,7 +60,7 @@ def found(home: Path, scenario: str) -> dict[str, Any]:
     return run
 
 
-@pytest.mark.smoke
+@pytest.mark.slow  # `test_machines` loses a machine
 def test_an_expert_parallel_group_across_two_nodes_loses_one(lost):
     run = found(lost, "lost_and_replaced")
     before, after = map(set, run["nodes"])

@@ -1,4 +1,6 @@
-"""No secret of a user's environment is in a log, a page, a database, a directory, or shown by a dashboard."""
+"""A sweep on a cluster ends as if nothing had happened, whatever is stopped or killed meanwhile. No secret of its
+user's environment is in a log, a page, a database, a directory, or shown by a dashboard.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ from tests.cluster.test_local import processes
 from tests.jobs.small_sweep import ARMS
 from tests.jobs.test_killed_sweep import State, state
 from tests.orchestrator.tracking.stores import wait_until
-from tests.parts import free_port
+from tests.parts import command_of, free_port, system_program
 
 ROOT = CLUSTER.parent
 SCRIPT = str(CLUSTER / "local.sh")
@@ -77,8 +79,21 @@ def _answers(url: str) -> bool:
 
 
 @pytest.fixture
-def env(folder: Path, server: str) -> Iterator[dict[str, str]]:
-    """The environment of a shell with secrets, in which a cluster of two nodes was started."""
+def redis(folder: Path) -> Iterator[str]:
+    """The address of a Redis."""
+    port = free_port()
+    command = [system_program("redis-server", "redis-server"), "--port", str(port), "--save", ""]
+    command += ["--bind", "127.0.0.1", "--dir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        yield f"127.0.0.1:{port}"
+        process.terminate()
+
+
+@pytest.fixture
+def env(folder: Path, server: str, redis: str) -> Iterator[dict[str, str]]:
+    """The environment of a shell with secrets, in which a cluster of two nodes was started. Redis has the state
+    of its control server.
+    """
     env = SECRETS | {
         "HOME": str(folder),
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
@@ -89,6 +104,7 @@ def env(folder: Path, server: str) -> Iterator[dict[str, str]]:
         "MOE_FRONTIER_HOME": f"{folder}/home",
         "MLFLOW_TRACKING_URI": server,
         "CPUS_PER_NODE": "2",
+        "REDIS": redis,
         "RAY_JOB_STOP_WAIT_TIME_S": "60",  # a busy machine needs more than the 3 s of the default
         "READY_S": "600",
     }
@@ -111,9 +127,12 @@ def env(folder: Path, server: str) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.smoke
-def test_planted_secrets_are_nowhere(env: dict[str, str], folder: Path, undisturbed: State) -> None:
-    """A submitted sweep is stopped, and a driver that joins the cluster continues it: it finds what a laptop
-    finds. Then a job whose workers Ray Train starts.
+def test_it_is_stopped_and_killed_and_shows_no_secret(
+    env: dict[str, str], folder: Path, undisturbed: State
+) -> None:
+    """A submitted sweep is stopped. A driver that joins the cluster continues it, and is killed. While the next
+    one trains, the process of a trial and the control server are killed. It finds what a laptop finds. Then a
+    job whose workers Ray Train starts.
     """
     gcs, dashboard = Path(env["CLUSTER_DIR"], "ports").read_text().split()
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
@@ -126,13 +145,32 @@ def test_planted_secrets_are_nowhere(env: dict[str, str], folder: Path, undistur
     store = f"sqlite:///{folder}/mlflow.db"
 
     said = run(at_dashboard, [*submit, "--no-wait", "--submission-id", "first", "--", "python", *sweep])
-    wait_until(lambda: bool(results(env)), 600)
+    wait_until(lambda: len(results(env)) > 0, 600)
     said += run(at_dashboard, ["ray", "job", "stop", "first"])
     assert len(results(env)) < ARMS
     (experiment,) = MlflowClient(store).search_experiments(filter_string="name = 'moe-frontier'")
     found = MlflowClient(store).search_runs([experiment.experiment_id])
     assert {each.info.status for each in found} <= {"FINISHED", "KILLED"}, "MLflow knows that it was stopped"
-    said += run(joined, [sys.executable, *sweep])
+
+    with (folder / "driver.log").open("a") as log:
+
+        def driver() -> subprocess.Popen[str]:
+            return subprocess.Popen([sys.executable, *sweep], cwd=ROOT, env=joined, stdout=log, stderr=log)
+
+        killed = driver()
+        wait_until(lambda: len(results(env)) > 1, 600)
+        killed.kill()
+        killed.wait()
+        assert len(results(env)) < ARMS
+        last = driver()
+        wait_until(lambda: bool(trainers(env)), 600)
+        (first,) = trainers(env)
+        first.kill()
+        wait_until(lambda: bool({*trainers(env)} - {first}), 600)
+        (control,) = [one for one in processes(env) if one.name() == "gcs_server"]
+        control.kill()
+        assert last.wait(600) == 0, (folder / "driver.log").read_text()[-3000:]
+    assert control not in processes(env)
     assert state(store) == undisturbed
     shown = [asked(env, f"http://127.0.0.1:{dashboard}{path}") for path in ASKED]
 
@@ -145,6 +183,11 @@ def test_planted_secrets_are_nowhere(env: dict[str, str], folder: Path, undistur
     assert not [line for line in said.splitlines() if MARK in line]
     assert not [text[max(0, text.find(MARK) - 200) :][:300] for text in shown if MARK in text]
     assert not files_with(MARK, folder)
+
+
+def trainers(env: dict[str, str]) -> list[psutil.Process]:
+    """Processes in which trials train."""
+    return [one for one in processes(env) if "ImplicitFunc" in command_of(one)]
 
 
 def results(env: dict[str, str]) -> list[Path]:
