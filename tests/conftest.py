@@ -40,6 +40,7 @@ hypothesis.settings.load_profile("many" if os.environ.get("MOE_FRONTIER_ALL_PART
 # What costs seconds to make -> how files that use it are known.
 SHARED = {
     "cluster": r'\bcluster: None|usefixtures\("cluster"\)',
+    "store": r"\b(tracking: Tracking|store: Store)\b",
     "undisturbed": r"[(,] ?undisturbed\b",
     "ranks": r"\bspawn\(|_train_as_one\(|train_on_ranks\(",  # the server that forks them
 }

@@ -56,29 +56,23 @@ def command(cluster: None, empty_home: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("flag", "why"),
-    [
+def test_an_exhausted_budget_has_an_exit_code_of_its_own(
+    command: list[str], call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first trial is admitted, because nothing is known of its duration; it spends more than there is."""
+    monkeypatch.setenv("LOGNAME", "ada")
+    for flag, why in (
         ("--budget-hours", "Run again with a larger --budget-hours or --budget-usd to continue"),
         (
             "--owner-hours",
             r"ada has spent \S+ of 1e-06 device-hours in 20\d\d-\d\d \(UTC\) below \S+, and \S+"
             r" more are needed. Run again with a larger --owner-hours, or next month, to continue",
         ),
-    ],
-)
-def test_an_exhausted_budget_has_an_exit_code_of_its_own(
-    flag: str, why: str, command: list[str], call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first trial is admitted, because nothing is known of its duration; it spends more than there is."""
-    monkeypatch.setenv("LOGNAME", "ada")
-    command += [flag, "1e-6"]
-    stopped, said = call(pareto_sweep.main, *command)
-    assert stopped == str(OUT_OF_BUDGET)
-    assert re.search(rf"Budget exhausted: 1 trials not finished\. {why}\.", said)
-    assert "This sweep was stopped before its end." in said
-    stopped, _ = call(pareto_sweep.main, *command)
-    assert stopped == str(OUT_OF_BUDGET)
+    ):
+        stopped, said = call(pareto_sweep.main, *command, flag, "1e-6")
+        assert stopped == str(OUT_OF_BUDGET)
+        assert re.search(rf"Budget exhausted: 1 trials not finished\. {why}\.", said)
+        assert "This sweep was stopped before its end." in said
 
 
 def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ import pytest
 from tests.orchestrator.checkpoint.counted import step_restored
 from tests.orchestrator.checkpoint.lives import Plan, check, died_saving, live
 
-STRIDES = [pytest.param(25, 2, marks=pytest.mark.smoke), pytest.param(50, 1, marks=pytest.mark.slow)]
+STRIDES = [pytest.param(12, 4, marks=pytest.mark.smoke), pytest.param(50, 1, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("count", "stride"), STRIDES)
 def test_kills_at_every_operation(count, stride, tmp_path):
     """Restoring, saving and the removal of old checkpoints are about 50 operations, of which the smoke lane
-    takes every second; the lives of two ranks are killed at a few of theirs.
+    takes every fourth; the lives of two ranks are killed at a few of theirs.
     """
     plans = {
         "one rank": Plan(f"{tmp_path}/one", lives=count, stride=stride),

@@ -108,7 +108,7 @@ def test_resources_that_are_given_back_at_once_are_not_lost() -> None:
     pytest.fail(f"still taken: all but {ray.available_resources().get('CPU', 0)} of 2 CPUs")
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_a_sweep_ends_though_processes_cannot_be_reused(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

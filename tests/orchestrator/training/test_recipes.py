@@ -109,7 +109,7 @@ REST = [name for name in RECIPES if name not in WHOLE]
 
 
 @pytest.mark.parametrize(
-    "recipes", [WHOLE, pytest.param(REST, marks=pytest.mark.smoke)], ids=["whole", "rest"]
+    "recipes", [WHOLE, pytest.param(REST, marks=pytest.mark.slow)], ids=["whole", "rest"]
 )
 def test_two_workers_train_as_one(recipes, tmp_path):
     expected = check_ranks_train_as_one({recipe: case_of(recipe) for recipe in recipes}, tmp_path)
