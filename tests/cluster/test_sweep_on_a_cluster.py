@@ -1,5 +1,5 @@
-"""A sweep on a cluster ends as if nothing had happened, whatever is stopped or killed meanwhile. No secret of its
-user's environment is in a log, a page, a database, a directory, or shown by a dashboard.
+"""A sweep on a cluster ends as if nothing had happened, whatever is stopped or killed meanwhile. No secret of
+its user's environment is in a log, a page, a database, a directory, or shown by a dashboard.
 """
 
 import json
@@ -91,8 +91,8 @@ def redis(folder: Path) -> Iterator[str]:
 
 @pytest.fixture
 def env(folder: Path, server: str, redis: str) -> Iterator[dict[str, str]]:
-    """The environment of a shell with secrets, in which a cluster of two nodes was started. Redis has the state
-    of its control server.
+    """The environment of a shell with secrets, in which a cluster of two nodes was started. Redis has the
+    state of its control server.
     """
     env = SECRETS | {
         "HOME": str(folder),
@@ -130,9 +130,9 @@ def env(folder: Path, server: str, redis: str) -> Iterator[dict[str, str]]:
 def test_it_is_stopped_and_killed_and_shows_no_secret(
     env: dict[str, str], folder: Path, undisturbed: State
 ) -> None:
-    """A submitted sweep is stopped. A driver that joins the cluster continues it, and is killed. While the next
-    one trains, the process of a trial and the control server are killed. It finds what a laptop finds. Then a
-    job whose workers Ray Train starts.
+    """A submitted sweep is stopped. A driver that joins the cluster continues it, and is killed. While the
+    next one trains, the process of a trial and the control server are killed. It finds what a laptop finds.
+    Then a job whose workers Ray Train starts.
     """
     gcs, dashboard = Path(env["CLUSTER_DIR"], "ports").read_text().split()
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
