@@ -5,7 +5,7 @@ exports and `config.toml`. Each function makes JSON values of JSON values, and l
 from collections.abc import Mapping
 from typing import Any
 
-from moe.upgrade import upgraded_model
+from moe.upgrade import renamed, upgraded_model
 
 # data.augment was a name and its members further fields of `data`, which acted in this order:
 # field -> (kind, what the number is)
@@ -38,12 +38,25 @@ def upgraded(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def upgraded_arm(changes: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the dotted changes of an arm in today's form, given the base as it was recorded."""
+    changes = {_renamed(name, changes, base): renamed(value) for name, value in changes.items()}
     before = base.get("data", {})
     own = {name: changes[f"data.{name}"] for name in _OF_AUGMENT if f"data.{name}" in changes}
     if not own or not _is_old(before):
-        return dict(changes)
+        return changes
     rest = {name: value for name, value in changes.items() if name.removeprefix("data.") not in own}
     return {**rest, "data.augment": _members({**before, **own})}
+
+
+def _renamed(name: str, changes: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    """Returns today's name of a dotted field of token choice, which the arm or its base may choose."""
+    router, _, field = name.rpartition(".")
+    if field != "balance_weight":
+        return name
+    there: Any = base
+    for part in router.split("."):
+        there = there.get(part) if isinstance(there, Mapping) else None
+    kind = changes.get(f"{router}.kind", there.get("kind") if isinstance(there, Mapping) else None)
+    return f"{router}.gshard_weight" if kind == "token_choice" else name
 
 
 def _is_old(data: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from moe.routers.expert_choice import ExpertChoiceRouter
 from moe.routers.hash import by_number, by_signs
 from moe.routers.soft import SoftRouter
 from moe.routers.sparse_transport import sparse_plan
-from moe.routers.token_choice import TokenChoiceRouter, balance_loss, importance_loss, load_loss, top_experts
+from moe.routers.token_choice import TokenChoiceRouter, gshard_loss, importance_loss, load_loss, top_experts
 from moe.routing import Routing
 from tests.golden_report import EXPERTS, Arrays, Meta, Report, experts_of, set_weights
 
@@ -92,7 +92,7 @@ def _losses(z: Arrays, meta: Meta) -> dict[str, tuple[Tensor, Tensor | None]]:
         if name == "importance_loss":
             loss_G = importance_loss(logits_GSE.softmax(-1), valid_GS)
         elif name == "gshard_loss":
-            loss_G = balance_loss(noisy_GSE.softmax(-1), valid_GS)
+            loss_G = gshard_loss(noisy_GSE.softmax(-1), valid_GS)
         else:
             loss_G = load_loss(logits_GSE, noisy_GSE, valid_GS, k=c["num_selected_experts"], std=std)
         loss_G.mean().backward()
@@ -237,7 +237,7 @@ def _router(z: Arrays, meta: Meta, **changes: Any) -> nn.Module:
         priority="max" if c["batch_priority"] else "none",
         importance_weight=c.get("importance_loss_weight", 0.0),
         load_weight=c.get("load_loss_weight", 0.0),
-        balance_weight=c.get("gshard_loss_weight", 0.0),
+        gshard_weight=c.get("gshard_loss_weight", 0.0),
     )
     return TokenChoiceRouter(config, **size)
 

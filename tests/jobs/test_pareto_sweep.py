@@ -56,10 +56,14 @@ def command(cluster: None, empty_home: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.smoke
-def test_an_exhausted_budget_has_an_exit_code_of_its_own(
-    command: list[str], call: Call, monkeypatch: pytest.MonkeyPatch
+def test_ended_by_its_budget_then_trained_and_published_once(
+    command: list[str], call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first trial is admitted, because nothing is known of its duration; it spends more than there is."""
+    """An exhausted budget has an exit code of its own. The first trial is admitted, because nothing is known
+    of its duration; it spends more than there is.
+    """
+    home = tmp_path / "home"
+    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
     monkeypatch.setenv("LOGNAME", "ada")
     for flag, why in (
         ("--budget-hours", "Run again with a larger --budget-hours or --budget-usd to continue"),
@@ -73,11 +77,6 @@ def test_an_exhausted_budget_has_an_exit_code_of_its_own(
         assert stopped == str(OUT_OF_BUDGET)
         assert re.search(rf"Budget exhausted: 1 trials not finished\. {why}\.", said)
         assert "This sweep was stopped before its end." in said
-
-
-def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
     stopped, said = call(pareto_sweep.main, *command)
     assert stopped == ""
     assert "2/2]" in said

@@ -11,8 +11,8 @@ from moe.init import gaussian, mix, split
 from moe.routers import TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, sinkhorn_plan
 from moe.routers.token_choice import (
-    balance_loss,
     fill_slots,
+    gshard_loss,
     importance_loss,
     load_loss,
     queue_priority,
@@ -192,8 +192,8 @@ def test_no_gradient_goes_through_a_plan_that_only_chooses():
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_aux_is_the_weighted_sum_of_the_losses(noise):
-    """Importance and z use clean logits, balance the noisy gates, load both."""
-    weights = {"importance_weight": 0.3, "load_weight": 0.2, "balance_weight": 0.7, "z_weight": 0.11}
+    """Importance and z use clean logits, GShard's the noisy gates, load both."""
+    weights = {"importance_weight": 0.3, "load_weight": 0.2, "gshard_weight": 0.7, "z_weight": 0.11}
     x, valid = randn(3, 16, 8), torch.ones(3, 16)
     valid[1, 5:] = 0
     keys_GS = keys(3, 16)
@@ -204,7 +204,7 @@ def test_aux_is_the_weighted_sum_of_the_losses(noise):
 
     routing, logits = routed(**weights)
     expected = 0.3 * importance_loss(logits.softmax(-1), valid)
-    expected = expected + 0.7 * balance_loss(routing.gates_GSE, valid) + 0.11 * z_loss(logits, valid)
+    expected = expected + 0.7 * gshard_loss(routing.gates_GSE, valid) + 0.11 * z_loss(logits, valid)
     if noise:
         noisy = logits + 2.0 / 4 * gaussian(split(keys_GS, 4))
         expected = expected + 0.2 * load_loss(logits, noisy, valid, k=2, std=2.0 / 4)
@@ -219,7 +219,7 @@ def test_aux_is_the_weighted_sum_of_the_losses(noise):
 LOSSES = {
     "importance": lambda logits, valid: importance_loss(logits.softmax(-1), valid),
     "load": lambda logits, valid: load_loss(logits, logits, valid, k=2, std=0.3),
-    "balance": lambda logits, valid: balance_loss(logits.softmax(-1), valid),
+    "balance": lambda logits, valid: gshard_loss(logits.softmax(-1), valid),
     "z": z_loss,
 }
 
@@ -235,7 +235,7 @@ def test_losses_by_hand():
     gates = torch.tensor([[[0.9, 0.1], [0.3, 0.7]]])
     assert importance_loss(gates, torch.ones(1, 2)).tolist() == pytest.approx([0.04])
     gates = torch.tensor([[[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]]])
-    assert balance_loss(gates, torch.ones(1, 3)).tolist() == pytest.approx([2 * (2 / 3 * 0.6 + 1 / 3 * 0.4)])
+    assert gshard_loss(gates, torch.ones(1, 3)).tolist() == pytest.approx([2 * (2 / 3 * 0.6 + 1 / 3 * 0.4)])
     logits = torch.tensor([[[0.0, 0.0], [3.0, 3.0]]])
     expected = (math.log(2) ** 2 + (3 + math.log(2)) ** 2) / 2
     assert z_loss(logits, torch.ones(1, 2)).tolist() == pytest.approx([expected])
@@ -262,7 +262,7 @@ def test_bounds_of_losses():
     for first, importance, balance in ((torch.arange(8) % 4, 0, 1), (torch.full((8,), 3), 3, 4)):
         gates = F.one_hot(first, 4).float().unsqueeze(0)
         assert importance_loss(gates, torch.ones(1, 8)).tolist() == pytest.approx([importance])
-        assert balance_loss(gates, torch.ones(1, 8)).tolist() == pytest.approx([balance])
+        assert gshard_loss(gates, torch.ones(1, 8)).tolist() == pytest.approx([balance])
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)

@@ -24,18 +24,16 @@ def test_a_function_is_found_beside_a_module_of_its_name() -> None:
         assert not modules & {*package.__all__}
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Returns the modules that a new process has after a statement."""
-    code = f"import sys\n{statement}\nprint(*sys.modules)"
+def loaded_by(*statements: str) -> list[set[str]]:
+    """Returns the modules that a new process has after each statement."""
+    code = "\n".join(["import sys", *(f"{each}\nprint(*sys.modules)" for each in statements)])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {*done.stdout.split()}
+    return [{*line.split()} for line in done.stdout.splitlines()]
 
 
 def test_what_is_loaded_to_read_a_config_and_to_train_one_model() -> None:
     """Heavy libraries load where they are used, and one model does not need the whole house."""
-    config, train = map(
-        loaded_by, ("import orchestrator.config", "from orchestrator import RunConfig, train")
-    )
+    config, train = loaded_by("import orchestrator.config", "from orchestrator import RunConfig, train")
     assert not config & {"boto3", "obstore", "pyarrow", "torchvision", "PIL", "mlflow", "ray"}
     assert not train & {"boto3", "obstore", "pyarrow", "mlflow", "ray", "sklearn"}
     ours = [name for name in train if name.partition(".")[0] in ("moe", "orchestrator", "wings", "papers")]
@@ -43,7 +41,7 @@ def test_what_is_loaded_to_read_a_config_and_to_train_one_model() -> None:
 
 
 def test_a_typo_is_named_before_data_and_weights_are_thought_of() -> None:
-    loaded = loaded_by(
+    (loaded,) = loaded_by(
         "from jobs.train import RunFlags, train; from jobs._cli import Places\n"
         "from orchestrator.errors import UsageError\n"
         "try: train(RunFlags(set=(('model.widht', 3),), places=Places()))\n"

@@ -82,6 +82,24 @@ def test_todays_form_stays_as_it_is() -> None:
     assert upgraded({"model": {}}) == {"model": {}}
 
 
+def test_the_loss_of_gshard_had_the_name_of_top_ks(tmp_path: Path) -> None:
+    token = override(RunConfig(), {"model.moe.router.kind": "token_choice"})
+    top = override(RunConfig(), {"model.moe.router.kind": "top_k"})
+    recorded = json.loads(json.dumps(to_dict(token)).replace("gshard_weight", "balance_weight"))
+    assert upgraded(recorded) == to_dict(token)
+    assert upgraded(to_dict(top)) == to_dict(top)
+    weight, kind = "model.moe.router.balance_weight", "model.moe.router.kind"
+    today = "model.moe.router.gshard_weight"
+    assert upgraded_arm({weight: 0.1}, recorded) == {today: 0.1}
+    assert upgraded_arm({weight: 0.1, kind: "token_choice"}, to_dict(top)) == {
+        today: 0.1,
+        kind: "token_choice",
+    }
+    assert upgraded_arm({weight: 0.1, kind: "top_k"}, recorded) == {weight: 0.1, kind: "top_k"}
+    whole = {"model.moe.router": {"kind": "token_choice", "balance_weight": 0.1}}
+    assert upgraded_arm(whole, {}) == {"model.moe.router": {"kind": "token_choice", "gshard_weight": 0.1}}
+
+
 def test_a_run_of_before(tmp_path: Path) -> None:
     recorded = of_before(RunConfig(name="was", storage=str(tmp_path)), **LIGHT)
     record = RunRecord(key="k", began_s=0.0, config=recorded, data_digest="", labels={}, contents={})

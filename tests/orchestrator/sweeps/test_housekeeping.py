@@ -29,10 +29,15 @@ from orchestrator.tracking.removal import registered
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import Sync
 from orchestrator.training.train import working_in
+from tests.lanes import mostly_slow
 from tests.made_directories import begin, begin_sweep, end, end_sweep, report, run_at
 from tests.orchestrator.buckets import Bucket
 
 ACCURACIES = {"a": 0.5, "b": 0.7, "c": 0.6}
+# `test_storage` has the laws of S3, and the smoke lane takes random steps there.
+on_disk_and_slowly_on_s3 = pytest.mark.parametrize(
+    "root", mostly_slow(["local", "s3"], fast=["local"]), indirect=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +112,7 @@ def named(root: str, name: str) -> Entry:
     return found
 
 
+@on_disk_and_slowly_on_s3
 def test_a_storage_is_listed(root: str, one_store: Tracking) -> None:
     directory = made_sweep(root, "listed", one_store)
     running = [{"device_s": 60.0, "usd": 0.5, "pace": []}]
@@ -163,6 +169,7 @@ def test_mlflow_shows_who_made_a_sweep_and_its_trials(tmp_path: Path, one_store:
     assert all(made_by().items() <= tags.items() for tags in ours)
 
 
+@on_disk_and_slowly_on_s3
 def test_a_sweep_is_removed_from_everywhere(root: str, one_store: Tracking) -> None:
     gone, kept = made_sweep(root, "gone", one_store), made_sweep(root, "kept", one_store)
     before, there = shown(one_store, root), storage.files(root)
@@ -195,6 +202,7 @@ def test_uploads_that_were_never_completed_go_with_their_sweep(bucket: Bucket, o
     assert bucket.uploads() == ["runs/other/checkpoints/step-00000003/model.pt"]
 
 
+@on_disk_and_slowly_on_s3
 def test_one_that_runs_is_refused(root: str, one_store: Tracking) -> None:
     directory = begin(run_at(root, "busy"))
     with locked(directory), pytest.raises(UsageError, match=r"a process works in .*stop it first"):
@@ -237,6 +245,7 @@ def test_after_a_failure_anywhere_the_same_call_finishes(
     assert storage.names(root) == []
 
 
+@on_disk_and_slowly_on_s3
 def test_the_frontier_is_kept(root: str, one_store: Tracking) -> None:
     directory = made_sweep(root, "thinned", one_store)
     name = model_name("thinned")
@@ -269,6 +278,7 @@ def test_only_a_sweep_that_is_over_has_a_frontier_to_keep(tmp_path: Path, one_st
         remove_everywhere(str(tmp_path), "open", one_store, keep_frontier=True)
 
 
+@on_disk_and_slowly_on_s3
 def test_a_copy_is_removed_alone(root: str, one_store: Tracking) -> None:
     made_sweep(root, "original", one_store)
     before = shown(one_store, root)
@@ -278,6 +288,7 @@ def test_a_copy_is_removed_alone(root: str, one_store: Tracking) -> None:
     assert shown(one_store, root) == before
 
 
+@on_disk_and_slowly_on_s3
 def test_what_has_no_owner_is_found(root: str, one_store: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.delete(made_sweep(root, "by-hand", one_store))
     storage.delete(f"{made_sweep(root, 'partly', one_store)}/trials/c")
