@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from orchestrator.sweeps.engine import Hooks
+    from orchestrator.sweeps.queue import TrialQueue
     from tests.jobs.test_killed_sweep import State
 
 
@@ -43,6 +45,19 @@ def empty_home(tmp_path: Path, empty_store: Callable[[Path], str], monkeypatch: 
     empty_store(home)
     monkeypatch.setenv("MOE_FRONTIER_HOME", str(home))
     return home
+
+
+@pytest.fixture
+def trials_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of a sweep train in this process, one after the other: Tune is not what the test is about."""
+    from orchestrator.training.fit import fit
+
+    def run_jobs(queue: "TrialQueue", hooks: "Hooks") -> None:
+        while job := queue.next():
+            hooks.began(job)
+            queue.done(job.trial.name, fit(job.trial.run, until=job.until))
+
+    monkeypatch.setattr("orchestrator.sweeps.run.run_jobs", run_jobs)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ hypothesis.settings.load_profile("many" if os.environ.get("MOE_FRONTIER_ALL_PART
 SHARED = {
     "cluster": r'\bcluster: None|usefixtures\("cluster"\)',
     "store": r"\b(tracking: Tracking|store: Store)\b",
-    "undisturbed": r"[(,] ?undisturbed\b",
+    "clusters": r"[(,] ?undisturbed\b|\bmachines\(|\bSTOP_BUTTON\b",  # of many processes: one at a time
     "ranks": r"\bspawn\(|_train_as_one\(|train_on_ranks\(",  # the server that forks them
 }
 
@@ -94,6 +94,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
     items.sort(key=lambda item: [*SHARED, None].index(shares(item.nodeid.partition("::")[0])))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Ends the Ray of this process after the last test that needs it: an idle one takes a tenth of a core."""
+    if "ray" in sys.modules and (not nextitem or shares(nextitem.nodeid.partition("::")[0]) != "cluster"):
+        sys.modules["ray"].shutdown()
 
 
 def pytest_collection_finish() -> None:

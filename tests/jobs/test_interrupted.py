@@ -220,9 +220,12 @@ def test_a_run_saves_and_continues_without_repeating_a_step(sent, workers, tmp_p
 
 
 @pytest.mark.smoke
-def test_a_sweep_saves_its_running_trials_however_it_is_stopped(tmp_path):
-    """The stop button of a notebook, `sweeps.py stop`, and a closed terminal stop one sweep. Two trials train
-    each time, and the third has not begun. After the button, the next cell trains.
+@pytest.mark.parametrize(
+    "ways", [("stop", "terminal"), pytest.param(("button",), marks=pytest.mark.slow)], ids="-".join
+)
+def test_a_sweep_saves_its_running_trials_however_it_is_stopped(ways, tmp_path):
+    """By `sweeps.py stop`, by a closed terminal, and by the stop button of a notebook, whose next cell
+    trains. Two trials train each time, and the third has not begun.
     """
     sweep, home = tmp_path / "sweep.py", tmp_path / "home"
     sweep.write_text(SWEEP)
@@ -235,8 +238,8 @@ def test_a_sweep_saves_its_running_trials_however_it_is_stopped(tmp_path):
         told, _ = (asks := start(home, "jobs/sweeps.py", "stop", "small")).communicate(timeout=300)
         assert (asks.returncode, "small is stopped; the same command continues it" in told) == (0, True), told
 
-    def check(said: str | None) -> int:
-        """Compares the checkpoints with what was said; returns the step of the first trial."""
+    def check(said: str | None) -> None:
+        """Compares the checkpoints with what was said."""
         assert statuses(home) == {"KILLED"}
         assert directory_state(f"{home}/small") == "stopped"
         newest = {arm: newest_step(home / f"small/trials/{arm}/checkpoints") for arm in "abc"}
@@ -249,17 +252,25 @@ def test_a_sweep_saves_its_running_trials_however_it_is_stopped(tmp_path):
             assert all(newest[arm] == int(step) for arm, step in named.items()), said
         for arm, step in newest.items():
             saved[arm] += [step] if step not in (0, *saved[arm]) else []
-        return newest["a"]
 
-    cells = tmp_path / "cells.py"
-    cells.write_text(STOP_BUTTON)
-    said, _ = (notebook := start(home, str(cells), f"{sweep}:make")).communicate(timeout=600)
-    assert notebook.returncode == 0, said
-    assert said.endswith("True\nfinished\n")
-    last = check(said)
-    last = check(ended(start(home, *command), reports, stop, 130, since=last))
-    close_terminal(home, command, reports, since=last)
-    check(None)
+    def button() -> None:
+        cells = tmp_path / "cells.py"
+        cells.write_text(STOP_BUTTON)
+        said, _ = (notebook := start(home, str(cells), f"{sweep}:make")).communicate(timeout=600)
+        assert notebook.returncode == 0, said
+        assert said.endswith("True\nfinished\n")
+        check(said)
+
+    for way in ways:
+        last = sum(saved["a"][-1:])
+        match way:
+            case "button":
+                button()
+            case "stop":
+                check(ended(start(home, *command), reports, stop, 130, since=last))
+            case _:
+                close_terminal(home, command, reports, since=last)
+                check(None)
     said, _ = (again := start(home, *command)).communicate(timeout=600)
     assert again.returncode == 0, said
     for arm in "abc":

@@ -56,6 +56,7 @@ def command(cluster: None, empty_home: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("trials_here")
 def test_ended_by_its_budget_then_trained_and_published_once(
     command: list[str], call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

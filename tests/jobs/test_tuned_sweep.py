@@ -72,6 +72,7 @@ def test_a_sweep_that_tunes_is_killed_in_its_first_round(empty_home: Path) -> No
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("trials_here")
 def test_a_first_round_that_was_cut_short_goes_on(
     cluster: None,
     empty_home: Path,

@@ -1,4 +1,4 @@
-"""Real sweeps on a real Ray, through the public API: outcomes, what MLflow shows, the same call again."""
+"""Real sweeps, most on a real Ray, through the public API: outcomes, MLflow, the same call again."""
 
 import socket
 import time
@@ -162,7 +162,7 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
 
 
 @pytest.mark.smoke
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_pictures", "trials_here")
 def test_fresh_weights_never_take_the_name_of_others(sweep, tracking, tmp_path, capsys):
     """Two storages share one MLflow store: sweeps of one name each get the frontier of their own arms. After
     --fresh the first version still loads its own weights, from where they were moved to.
@@ -332,7 +332,7 @@ def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
 
 
 @pytest.mark.smoke
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_pictures", "trials_here")
 def test_branches_follow_their_trunk_and_are_charged_as_asked(sweep, tracking):
     sweep = replace(
         sweep, arms={"dense": {}}, trunk=Trunk(at=(4, 8), cooldown=2), cost="cost/marginal_train_flops_6mac"

@@ -126,6 +126,7 @@ def test_pictures_get_names_from_the_command_line(
     assert "reads no text" in stopped
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_a_sweep_over_trained_towers(home: Path, call: Call, cluster: None) -> None:
     stopped, printed = call(
         pareto_sweep.main,

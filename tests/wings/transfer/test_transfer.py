@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.augment import CropConfig
 from orchestrator.data.stream import in_process
-from orchestrator.sweeps import driver
 from orchestrator.tracking.store import open_reader
 from orchestrator.training.worker import train_worker
 from tests.mlflow_reader import RunInfo, children, find_sweep, newest_of
@@ -123,19 +121,17 @@ def test_fine_tuning_from_two_workers_beats_the_frozen_probe(digits: str, tmp_pa
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("trials_here")
 def test_a_suite_of_two_sets(
     cluster: None,
     empty_home: Path,
     call: Call,
     digits: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rates are tried on a piece of train, then both seeds train on all of it, and the same command again
     trains nothing. The set of one rate has no trial in the grid.
     """
-    # One process of a sweep trains all its trials: it takes seconds to import torch.
-    monkeypatch.setattr(driver, "SweepOptions", partial(driver.SweepOptions, max_concurrent=1))
     home = empty_home
     (tmp_path / "digits").symlink_to(digits)
     (tmp_path / "other").symlink_to(digits)
