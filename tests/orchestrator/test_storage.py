@@ -146,6 +146,7 @@ def test_a_storm(bucket, monkeypatch):
     assert storage.names(bucket.uri()) == []
 
 
+@pytest.mark.smoke
 def test_a_storage_that_refuses_for_seconds(bucket):
     """The usual number of attempts outlasts 6 s in which S3 refuses every request."""
     with bucket.failing("busy", for_s=6, attempts=ATTEMPTS):

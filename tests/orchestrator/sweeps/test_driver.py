@@ -270,6 +270,7 @@ def test_a_notebook_needs_no_data_and_no_mlflow(tracking, tmp_path, capsys, monk
     assert torch.equal(alone.load().head.weight, frontier["dense"].load().head.weight)
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(("left", "retrained"), [(0, ["b"]), (1, [])])
 def test_arms_are_retrained_once_no_trial_is_left(left, retrained, tmp_path, monkeypatch):
     sweep = Sweep(base=run_at(tmp_path, "s"), arms={"a": {}, "b": {}})

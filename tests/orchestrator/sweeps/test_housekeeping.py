@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -212,7 +213,9 @@ def test_one_that_runs_is_refused(root: str, one_store: Tracking) -> None:
 
 @pytest.mark.parametrize(
     ("root", "fails_at"),
-    [("local", 0), ("local", 1), ("local", 3), ("local", 6), ("s3", 4), ("s3", 6), ("s3", 8)],
+    mostly_slow(
+        [*product(["local"], [0, 1, 3, 6]), *product(["s3"], [4, 6, 8])], fast=[("local", 1), ("local", 6)]
+    ),
     indirect=["root"],
 )
 def test_after_a_failure_anywhere_the_same_call_finishes(
@@ -349,7 +352,7 @@ def test_a_request_in_the_directory_is_a_notice(root: str, one_store: Tracking) 
 @pytest.mark.parametrize(
     ("root", "seed", "steps"),
     [
-        ("local", 1, 50),
+        ("local", 1, 30),
         pytest.param("local", 2, 80, marks=pytest.mark.slow),  # seed 1 is in the fast lane
         pytest.param("s3", 11, 20, marks=pytest.mark.smoke),
     ],

@@ -64,11 +64,10 @@ def test_an_expert_parallel_group_across_machines_loses_its_network_and_one_of_t
 
         reach(2)
         other.plug("down")
-        time.sleep(1)  # what was on its way arrives
-        before = losses(run)
-        time.sleep(5)
-        assert losses(run) == before, "the machines do not need the cable"
-        assert len(before) < STEPS, "the cable came out too late"
+        before = None
+        while before != (before := losses(run)):  # what was on its way arrives
+            time.sleep(5)
+        assert len(before) < STEPS - 10, "the machines do not need the cable, or it came out too late"
         other.plug("up")
         reach(len(before) + 8)  # a checkpoint is saved, and some steps more
         for process in other.processes("ray"):
