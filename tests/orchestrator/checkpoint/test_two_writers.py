@@ -73,7 +73,7 @@ def test_both_save_at_the_same_moment(place, caplog):
         slow.finish()
 
 
-@pytest.mark.parametrize("number", mostly_slow(range(1, 24, 2), fast=[3, 7]))
+@pytest.mark.parametrize("number", mostly_slow(range(1, 24, 2), fast=[3, 5]))
 def test_a_run_that_took_over(number, place):
     """The old run stalls in the middle of a save, at any of its operations; the new run restores, which
     collects garbage, and saves this step and the next; then the old run continues.
