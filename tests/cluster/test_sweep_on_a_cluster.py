@@ -21,6 +21,7 @@ from tests.cluster.commented import CLUSTER
 from tests.cluster.test_local import processes
 from tests.jobs.small_sweep import ARMS
 from tests.jobs.test_killed_sweep import State, state
+from tests.jobs.test_plugins import GUESTS
 from tests.orchestrator.tracking.stores import wait_until
 from tests.parts import command_of, free_port, system_program
 
@@ -132,7 +133,7 @@ def test_it_is_stopped_and_killed_and_shows_no_secret(
 ) -> None:
     """A submitted sweep is stopped. A driver that joins the cluster continues it, and is killed. While the
     next one trains, the process of a trial and the control server are killed. It finds what a laptop finds.
-    Then a job whose workers Ray Train starts.
+    Then a job whose workers Ray Train starts, with a model of the user's own.
     """
     gcs, dashboard = Path(env["CLUSTER_DIR"], "ports").read_text().split()
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
@@ -174,8 +175,9 @@ def test_it_is_stopped_and_killed_and_shows_no_secret(
     assert state(store) == undisturbed
     shown = [asked(env, f"http://127.0.0.1:{dashboard}{path}") for path in ASKED]
 
-    fields = ["--set", "train.steps=4", "train.report_every=2"]
-    job = ["python", "jobs/train.py", "--name", "wide", "--workers", "2", *fields]
+    job = ["python", "jobs/train.py", "--name", "wide", "--workers", "2", "--ep", "2"]
+    job += ["--plugin", f"{ROOT}/tests/own/convnet.py", "--set", *GUESTS["convnet"]]
+    job += ["train.steps=4", "train.report_every=2"]
     said += run(at_dashboard, [*submit, "--", *job])
     shown += [asked(env, f"http://127.0.0.1:{dashboard}{path}") for path in ASKED]
     assert "train_trial" in shown[0], "the actors of trials are shown"

@@ -46,14 +46,14 @@ def reports(run: Path) -> list[dict]:
 
 @pytest.mark.parametrize("name", mostly_slow(GUESTS, fast=["convnet", "proportions"]))
 def test_a_guest(name, empty_home, call, new_process, tmp_path):
-    """It trains, but for a task on two workers, and goes on with one, is exported, evaluated, predicts; or
-    refused by name. Two workers of the task are in tests/orchestrator/tasks/test_proportions.py.
+    """It trains, goes on, is exported, evaluated, predicts; or refused by name. On two workers the model is
+    in tests/cluster/test_sweep_on_a_cluster.py, and the task in tests/orchestrator/tasks/test_proportions.py;
+    a router and an optimiser train on two and go on with one.
     """
     file, run = OWN / f"{name}.py", empty_home / name
     plugin, settings = ["--plugin", str(file)], ["--name", name, "--set", *GUESTS[name], *SHORT]
-    workers = ["--workers", "1" if name == "proportions" else "2"]
-    workers += ["--ep", "2"] if name == "convnet" else []
-    stopped, said = call(train.main, *plugin, *settings, *workers)
+    workers = "1" if name in ("convnet", "proportions") else "2"
+    stopped, said = call(train.main, *plugin, *settings, "--workers", workers)
     assert stopped == "", said
     (written,) = load_plugins([file])
     assert json.loads((run / "config.json").read_text())["config"]["plugins"] == [written]
