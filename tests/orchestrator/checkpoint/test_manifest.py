@@ -132,10 +132,14 @@ def test_names_outside_of_the_folder(name, copy, tmp_path):
     assert victim.read_bytes() == b"mine"
 
 
-def test_no_whole_checkpoint_is_left(copy, caplog):
-    """The run starts anew with a warning; the damaged checkpoints go only when it has saved again."""
+@pytest.mark.parametrize("place", [0, -1])
+def test_no_whole_checkpoint_is_left(place, copy, caplog):
+    """The run starts anew with a warning, and with none of the numbers that were read before the damage was
+    seen; the damaged checkpoints go only when it has saved again.
+    """
     for step in (1, 2, 3):
-        flip(file_of(folder(copy, step), "weights"), step)
+        weights = file_of(folder(copy, step), "weights")
+        flip(weights, place % weights.stat().st_size)
     model, optimizer = odd()
     assert Checkpoints(str(copy), IN_STEP).restore(model, optimizer) is None
     assert not any(value.any() for state in optimizer.state.values() for value in state.values())

@@ -159,6 +159,17 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
 
 
 @both_ways
+def test_a_save_that_failed_is_forgotten_once_another_is_written(asynchronous: bool, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), CheckpointConfig(asynchronous=asynchronous))
+    with refused("step-00000001")(1):
+        save(checkpoints, 1)
+        checkpoints.settle()
+    save(checkpoints, 2)
+    checkpoints.finish()
+    assert (checkpoints.failures, manifests.steps(str(tmp_path))) == (1, [2])
+
+
+@both_ways
 def test_interrupts_end_the_run(asynchronous: bool, tmp_path: Path) -> None:
     def stop(_: str) -> None:
         raise KeyboardInterrupt

@@ -131,12 +131,12 @@ def test_files_below_a_folder(folder: str, caplog: pytest.LogCaptureFixture):
     assert list_parts(folder, None, group=1)[1][0]["names"][-2:] == ["9.png", "x.png"]
 
 
-@pytest.mark.parametrize("group", [1, 48])
-def test_rows_of_shards(
-    group: int, pack_greys: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """100 and 70 images in shards of 4: parts cut across shards, never across splits, in whole groups."""
-    path, manifest = pack_greys(train=100, val=70)
+@pytest.mark.parametrize(("group", "rows_per_shard"), [(1, 4), (48, 4), (1, 30)])
+def test_rows_of_shards(group: int, rows_per_shard: int, pack_greys: Callable[..., Any], tmp_path: Path):
+    """100 and 70 images: parts cut across shards, and shards of 30 in their middle, never across splits, in
+    whole groups.
+    """
+    path, manifest = pack_greys(train=100, val=70, rows_per_shard=rows_per_shard)
     digest, parts = list_parts(path, None, group=group)
     assert digest == manifest.digest()
     assert parts[0]["stop"] - parts[0]["first"] == (64 if group == 1 else 48)

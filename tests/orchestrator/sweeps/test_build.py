@@ -14,7 +14,7 @@ from orchestrator.costs import TIMES
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.runs.sweep_directory import SUMMARY, SweepDir
-from orchestrator.sweeps.build import judged_runs, sweep_frontier
+from orchestrator.sweeps.build import judged_runs, raised_reference, sweep_frontier
 from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.store import open_tracking
@@ -325,3 +325,9 @@ def test_arms_that_were_passed_by_are_named(tmp_path: Path) -> None:
     assert "cost: arm14 (1.40% for 10.0%), arm13" in note
     assert "arm03 (0.30% for 10.0%) and 3 others. Together they were expected to add at most 10.5%." in note
     assert "passed by 15 arms" in (tmp_path / "s/frontier.html").read_text()
+
+
+@pytest.mark.parametrize(("highest", "raised"), [(4.9, 5.0), (5.0, 5.5), (6.0, 6.6)])
+def test_an_arm_at_the_reference_or_above_raises_it(highest: float, raised: float) -> None:
+    """There it would add nothing to the hypervolume."""
+    assert raised_reference({"c": 5.0}, {"c": highest}) == {"c": pytest.approx(raised)}

@@ -202,12 +202,13 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoints(
 
 def test_it_ends_once_it_is_good_enough(run: RunConfig) -> None:
     """At the first evaluation that says so, with a checkpoint and a result, which are found again."""
-    run = override(run, {"train.stop_at": 0.0})
+    run = override(run, {"train.stop_at": 0.0, "checkpoint.keep_best": 0})
     reports = trained(run)
     assert [step for step, _ in reports] == [1, 2, 3, 4, 5, 6]
     result, (_, kept) = RunDir.of(run).result(), newest(RunDir.of(run).checkpoints)
     assert result
     assert (result.status, result.step, kept.step) == ("finished", 6, 6)
+    assert kept.progress["scheduled"], "its last checkpoint is kept as any other's"
     assert result.metrics == reports[-1][1]
     assert result.metrics["cost/train_flops_6mac"] == train_flops_6mac(run.model, images=6 * 16)
 

@@ -140,14 +140,17 @@ def test_a_loss_waits_for_nothing(loss: Any) -> None:
         ],
     ),
 )
-def test_microbatches_have_the_gradients_of_the_whole(router: str, loss: str, frozen: str) -> None:
+def test_microbatches_have_the_loss_and_the_gradients_of_the_whole(
+    router: str, loss: str, frozen: str
+) -> None:
     found = []
     with default_dtype(torch.float64):
         for microbatch in (None, 4, 2, 1):
             run = override(small_run(router, FROZEN[frozen], loss=loss), {"train.microbatch": microbatch})
             model = build_model(run, torch.device("cpu"), seed=1)
-            train_step(model, run.train.optimizer.build(model), random_batch(), run, step=0)
-            found.append({name: param.grad for name, param in model.named_parameters()})
+            metrics = train_step(model, run.train.optimizer.build(model), random_batch(), run, step=0)
+            gradients = {name: param.grad for name, param in model.named_parameters()}
+            found.append(gradients | {"the loss": metrics["train/loss"]})
     for other in found[1:]:
         for name, expected in found[0].items():
             if expected is None:

@@ -196,6 +196,13 @@ def test_a_field_that_may_change_the_function_is_refused_by_name(
         plan_import(str(configured(case, tmp_path, changes)), name="x")
 
 
+def test_a_model_without_a_classifier_has_no_names_of_classes(tmp_path: Path) -> None:
+    named = configured("hf_vit_model", tmp_path, {"id2label": {"0": "cat", "1": "dog"}})
+    facts = plan_import(str(named), name="x").facts
+    assert facts.classes is None
+    assert not any("names of classes" in note for note in facts.assumed)
+
+
 def test_a_field_without_a_value_changes_nothing(tmp_path: Path) -> None:
     for off in ({"rope_theta": None}, {"pruned_heads": {}}, {"quantization_config": []}):
         plan_import(str(configured("hf_vit", tmp_path, off)), name="x")
