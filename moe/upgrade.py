@@ -15,4 +15,6 @@ def renamed(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     old = value.get("kind") == "token_choice"  # the loss of top-k kept the name
-    return {"gshard_weight" if old and n == "balance_weight" else n: renamed(v) for n, v in value.items()}
+    return {
+        "gshard_balance_weight" if old and n == "balance_weight" else n: renamed(v) for n, v in value.items()
+    }

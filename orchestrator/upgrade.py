@@ -38,7 +38,7 @@ def upgraded(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def upgraded_arm(changes: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the dotted changes of an arm in today's form, given the base as it was recorded."""
-    changes = {_renamed(name, changes, base): renamed(value) for name, value in changes.items()}
+    changes = {_todays_name(name, changes, base): renamed(value) for name, value in changes.items()}
     before = base.get("data", {})
     own = {name: changes[f"data.{name}"] for name in _OF_AUGMENT if f"data.{name}" in changes}
     if not own or not _is_old(before):
@@ -47,7 +47,7 @@ def upgraded_arm(changes: Mapping[str, Any], base: Mapping[str, Any]) -> dict[st
     return {**rest, "data.augment": _members({**before, **own})}
 
 
-def _renamed(name: str, changes: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+def _todays_name(name: str, changes: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     """Returns today's name of a dotted field of token choice, which the arm or its base may choose."""
     router, _, field = name.rpartition(".")
     if field != "balance_weight":
@@ -56,7 +56,7 @@ def _renamed(name: str, changes: Mapping[str, Any], base: Mapping[str, Any]) -> 
     for part in router.split("."):
         there = there.get(part) if isinstance(there, Mapping) else None
     kind = changes.get(f"{router}.kind", there.get("kind") if isinstance(there, Mapping) else None)
-    return f"{router}.gshard_weight" if kind == "token_choice" else name
+    return f"{router}.gshard_balance_weight" if kind == "token_choice" else name
 
 
 def _is_old(data: Mapping[str, Any]) -> bool:

@@ -164,7 +164,7 @@ def _model_router(router: Meta, z: Arrays) -> RouterConfig:
         priority="max" if dispatcher.get("batch_priority") else "none",
         importance_weight=router.get("importance_loss_weight", 1.0),  # the reference's class defaults
         load_weight=router.get("load_loss_weight", 1.0),
-        gshard_weight=router.get("gshard_loss_weight", 0.0),
+        gshard_balance_weight=router.get("gshard_loss_weight", 0.0),
     )
 
 

@@ -237,7 +237,7 @@ def _router(z: Arrays, meta: Meta, **changes: Any) -> nn.Module:
         priority="max" if c["batch_priority"] else "none",
         importance_weight=c.get("importance_loss_weight", 0.0),
         load_weight=c.get("load_loss_weight", 0.0),
-        gshard_weight=c.get("gshard_loss_weight", 0.0),
+        gshard_balance_weight=c.get("gshard_loss_weight", 0.0),
     )
     return TokenChoiceRouter(config, **size)
 

@@ -40,8 +40,8 @@ class TokenChoiceConfig(CapacityConfig):
         priority: the token that is seated first: the earlier token (``none``), the token with the largest
             affinity (``max``), or with the largest sum over its choices (``sum``; batch prioritized routing).
         noise_std: standard deviation of the training noise on the logits, times E.
-        importance_weight, load_weight, gshard_weight, z_weight: weights of the auxiliary losses; the load
-            loss needs noise.
+        importance_weight, load_weight, gshard_balance_weight, z_weight: weights of the auxiliary losses; the
+            load loss needs noise.
     """
 
     kind: Literal["token_choice"] = "token_choice"
@@ -55,7 +55,7 @@ class TokenChoiceConfig(CapacityConfig):
     # The authors' released configs.
     importance_weight: NonNegativeFloat = 0.005
     load_weight: NonNegativeFloat = 0.005
-    gshard_weight: NonNegativeFloat = 0.0
+    gshard_balance_weight: NonNegativeFloat = 0.0
     z_weight: NonNegativeFloat = 0.0
 
     @property
@@ -129,8 +129,8 @@ class TokenChoiceRouter(ChoiceRouter):
             std = config.noise_std / self.num_experts
             loss_G = load_loss(logits_GSE, noisy_GSE, valid_GS, k=config.k, std=std)
             aux_G = aux_G + config.load_weight * loss_G
-        if config.gshard_weight:
-            aux_G = aux_G + config.gshard_weight * gshard_loss(gates_GSE, valid_GS)
+        if config.gshard_balance_weight:
+            aux_G = aux_G + config.gshard_balance_weight * gshard_loss(gates_GSE, valid_GS)
         if config.z_weight:
             aux_G = aux_G + config.z_weight * z_loss(logits_GSE, valid_GS)
         return aux_G

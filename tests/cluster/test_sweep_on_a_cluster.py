@@ -20,10 +20,10 @@ from mlflow import MlflowClient
 from tests.cluster.commented import CLUSTER
 from tests.cluster.test_local import processes
 from tests.jobs.small_sweep import ARMS
-from tests.jobs.test_killed_sweep import State, state
+from tests.jobs.test_killed_sweep import State, state, trainers
 from tests.jobs.test_plugins import GUESTS
 from tests.orchestrator.tracking.stores import wait_until
-from tests.parts import command_of, free_port, system_program
+from tests.parts import free_port, system_program
 
 ROOT = CLUSTER.parent
 SCRIPT = str(CLUSTER / "local.sh")
@@ -163,15 +163,16 @@ def test_it_is_stopped_and_killed_and_shows_no_secret(
         killed.kill()
         killed.wait()
         assert len(results(env)) < ARMS
+        wait_until(lambda: not trainers(processes(env)), 600)  # else the next would be taken for one of them
         last = driver()
-        wait_until(lambda: bool(trainers(env)), 600)
-        (first,) = trainers(env)
+        wait_until(lambda: bool(trainers(processes(env))), 600)
+        (first,) = trainers(processes(env))
         first.kill()
-        wait_until(lambda: bool({*trainers(env)} - {first}), 600)
+        wait_until(lambda: bool({*trainers(processes(env))} - {first}), 600)
+        assert last.poll() is None
         (control,) = [one for one in processes(env) if one.name() == "gcs_server"]
         control.kill()
         assert last.wait(600) == 0, (folder / "driver.log").read_text()[-3000:]
-    assert control not in processes(env)
     assert state(store) == undisturbed
     shown = [asked(env, f"http://127.0.0.1:{dashboard}{path}") for path in ASKED]
 
@@ -185,11 +186,6 @@ def test_it_is_stopped_and_killed_and_shows_no_secret(
     assert not [line for line in said.splitlines() if MARK in line]
     assert not [text[max(0, text.find(MARK) - 200) :][:300] for text in shown if MARK in text]
     assert not files_with(MARK, folder)
-
-
-def trainers(env: dict[str, str]) -> list[psutil.Process]:
-    """Processes in which trials train."""
-    return [one for one in processes(env) if "ImplicitFunc" in command_of(one)]
 
 
 def results(env: dict[str, str]) -> list[Path]:

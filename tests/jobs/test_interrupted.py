@@ -224,8 +224,8 @@ def test_a_run_saves_and_continues_without_repeating_a_step(sent, workers, tmp_p
     "ways", [("stop", "terminal"), pytest.param(("button",), marks=pytest.mark.slow)], ids="-".join
 )
 def test_a_sweep_saves_its_running_trials_however_it_is_stopped(ways, tmp_path):
-    """By `sweeps.py stop`, by a closed terminal, and by the stop button of a notebook, whose next cell
-    trains. Two trials train each time, and the third has not begun.
+    """`sweeps.py stop`, a closed terminal, or the stop button of a notebook ends a sweep while two trials
+    train and the third has not begun. After the button, the next cell of the notebook trains.
     """
     sweep, home = tmp_path / "sweep.py", tmp_path / "home"
     sweep.write_text(SWEEP)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -107,8 +107,9 @@ def test_the_driver_and_a_worker_are_killed(tmp_path, undisturbed):
     until(lambda: complete(home) >= 2, driver, home)
     kill_driver(driver)
     driver = start(home, concurrent=1)
-    until(lambda: bool(trainers(driver)), driver, home)
-    trainers(driver)[0].kill()
+    family = psutil.Process(driver.pid).children
+    until(lambda: bool(trainers(family(recursive=True))), driver, home)
+    trainers(family(recursive=True))[0].kill()
     assert driver.wait(timeout=900) == 0, (home / "log.txt").read_text()[-3000:]
     assert state(f"sqlite:///{home}/mlflow.db") == undisturbed
 
@@ -172,10 +173,9 @@ def test_the_driver_is_killed_at_random_moments_and_the_database_lost(tmp_path, 
     assert state(f"sqlite:///{home}/mlflow.db") == undisturbed
 
 
-def trainers(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Processes in which trials train."""
-    family = psutil.Process(driver.pid).children(recursive=True)
-    return [one for one in family if "ImplicitFunc" in command_of(one)]
+def trainers(among: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """The processes in which trials train."""
+    return [one for one in among if "ImplicitFunc" in command_of(one)]
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ VARIANTS = (
     *(kind() for kind in members(RouterConfig)),
     TokenChoiceConfig(k=2, capacity_factor=0.6, priority="max"),
     TokenChoiceConfig(k=3, capacity_factor=0.5, priority="sum", capacity_rounding="ceil"),
-    TokenChoiceConfig(k=2, capacity_multiple_of=4, gshard_weight=0.01, z_weight=0.001, noise_std=0.0),
+    TokenChoiceConfig(k=2, capacity_multiple_of=4, gshard_balance_weight=0.01, z_weight=0.001, noise_std=0.0),
     TokenChoiceConfig(affinity=SINKHORN, importance_weight=0.0, load_weight=0.0),
     TokenChoiceConfig(k=2, affinity=SINKHORN, combine="affinity", priority="max", capacity_factor=0.7),
     ExpertChoiceConfig(capacity_factor=2.0, noise_std=1.0, capacity_rounding="ceil"),

@@ -193,7 +193,7 @@ def test_no_gradient_goes_through_a_plan_that_only_chooses():
 @pytest.mark.parametrize("noise", [False, True])
 def test_aux_is_the_weighted_sum_of_the_losses(noise):
     """Importance and z use clean logits, GShard's the noisy gates, load both."""
-    weights = {"importance_weight": 0.3, "load_weight": 0.2, "gshard_weight": 0.7, "z_weight": 0.11}
+    weights = {"importance_weight": 0.3, "load_weight": 0.2, "gshard_balance_weight": 0.7, "z_weight": 0.11}
     x, valid = randn(3, 16, 8), torch.ones(3, 16)
     valid[1, 5:] = 0
     keys_GS = keys(3, 16)

@@ -117,7 +117,7 @@ LAYERS = {
         "noise_std": 0.0,
         "importance_weight": 1.0,
         "load_weight": 1.0,
-        "gshard_weight": 1.0,
+        "gshard_balance_weight": 1.0,
         "z_weight": 1.0,
     }),
     "SoftmaxConfig": Place("model.moe.router.affinity", "steps", EXPERTS, {}),

@@ -73,7 +73,7 @@ SinkhornConfig: iterations >= 1
 SoftConfig: slots_per_expert >= 1, total_slots >= 1, noise_std >= 0
 SparseTransportConfig: iterations >= 1
 TokenChoiceConfig: capacity_factor > 0, k >= 1, noise_std >= 0, importance_weight >= 0, load_weight >= 0,
-    gshard_weight >= 0, z_weight >= 0
+    gshard_balance_weight >= 0, z_weight >= 0
 TrainConfig: steps >= 1, lr >= 0, seed >= 0, report_every >= 1, eval_every >= 1, stop_at >= 0, stop_at <= 1,
     microbatch >= 1, clip_norm > 0
 ViTConfig: image_size >= 1, patch_size >= 1, width >= 1, depth >= 1, heads >= 1, mlp_dim >= 1,

@@ -14,6 +14,7 @@ from orchestrator.config import DataConfig, RunConfig
 from orchestrator.config_file import read_toml, to_toml
 from orchestrator.data.augment import InceptionConfig, MixupConfig, RandAugmentConfig
 from orchestrator.data.stream import in_process, open_stream
+from orchestrator.errors import UsageError
 from orchestrator.packing.pack import Sample, write_shards
 from orchestrator.runs.run_directory import RunDir, RunRecord
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
@@ -85,11 +86,13 @@ def test_todays_form_stays_as_it_is() -> None:
 def test_the_loss_of_gshard_had_the_name_of_top_ks(tmp_path: Path) -> None:
     token = override(RunConfig(), {"model.moe.router.kind": "token_choice"})
     top = override(RunConfig(), {"model.moe.router.kind": "top_k"})
-    recorded = json.loads(json.dumps(to_dict(token)).replace("gshard_weight", "balance_weight"))
+    recorded = json.loads(json.dumps(to_dict(token)).replace("gshard_balance_weight", "balance_weight"))
     assert upgraded(recorded) == to_dict(token)
     assert upgraded(to_dict(top)) == to_dict(top)
     weight, kind = "model.moe.router.balance_weight", "model.moe.router.kind"
-    today = "model.moe.router.gshard_weight"
+    today = "model.moe.router.gshard_balance_weight"
+    with pytest.raises(UsageError, match="did you mean 'gshard_balance_weight'"):
+        override(token, {weight: 0.1})
     assert upgraded_arm({weight: 0.1}, recorded) == {today: 0.1}
     assert upgraded_arm({weight: 0.1, kind: "token_choice"}, to_dict(top)) == {
         today: 0.1,
@@ -97,7 +100,9 @@ def test_the_loss_of_gshard_had_the_name_of_top_ks(tmp_path: Path) -> None:
     }
     assert upgraded_arm({weight: 0.1, kind: "top_k"}, recorded) == {weight: 0.1, kind: "top_k"}
     whole = {"model.moe.router": {"kind": "token_choice", "balance_weight": 0.1}}
-    assert upgraded_arm(whole, {}) == {"model.moe.router": {"kind": "token_choice", "gshard_weight": 0.1}}
+    assert upgraded_arm(whole, {}) == {
+        "model.moe.router": {"kind": "token_choice", "gshard_balance_weight": 0.1}
+    }
 
 
 def test_a_run_of_before(tmp_path: Path) -> None:
