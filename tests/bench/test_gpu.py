@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu_checks, gpu_speed
+from bench import gpu, gpu_checks, gpu_speed
 from bench.gpu import run_part
 from bench.gpu_checks import ROUTERS, Bench, correct, launched
 from bench.gpu_speed import train, training_runs
 from moe.routers import RouterConfig
 
 ROOT = Path(__file__).parents[2]
-PARTS = ["correct", "launches", "training", "layers", "inference", "tf32", "compiled"]
+PARTS = ["correct", "launches", "training", "layers", "inference", "tf32"]
 
 
 @pytest.fixture
@@ -38,16 +38,13 @@ def bench(out: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.smoke
 def test_every_case_runs_once(tmp_path):
     out = tmp_path / "results" / "gpu.json"
-    parts = bench(out)
-    assert sorted(parts) == sorted(PARTS)
-    for name, part in parts.items():
-        assert (part["error"], part["failed"], part["left_out"]) == ("", [], []), name
+    parts = bench(out, "--parts", *PARTS)
+    check_all_passed(parts, PARTS)
     correct = parts["correct"]["rows"]
     assert correct["token choice, float32"]["gradient_error"] < 1e-5
     repeated = [row for case, row in correct.items() if "repeated" in case]
     assert {row["by_default"] for row in repeated} == {"equal"}
     assert all("attention" in row["attention"] for row in repeated)
-    assert parts["compiled"]["rows"]["correct: token choice"]["gradient_error"] < 0.05
     launches = parts["launches"]["rows"]
     plain, counted = launches["token choice"], launches["token choice, with statistics"]
     assert 0 < plain["block_forward_operators"] < counted["block_forward_operators"]
@@ -63,6 +60,20 @@ def test_every_case_runs_once(tmp_path):
         {},
         [*parts["inference"]["rows"]],
     )
+
+
+@pytest.mark.slow
+def test_compiled_cases(tmp_path):
+    assert {*PARTS, "compiled"} == {*gpu.PARTS}
+    parts = bench(tmp_path / "gpu.json", "--parts", "compiled")
+    check_all_passed(parts, ["compiled"])
+    assert parts["compiled"]["rows"]["correct: token choice"]["gradient_error"] < 0.05
+
+
+def check_all_passed(parts: dict[str, Any], names: list[str]) -> None:
+    assert [*parts] == names
+    for name, part in parts.items():
+        assert (part["error"], part["failed"], part["left_out"]) == ("", [], []), name
 
 
 def test_a_rerun_repeats_only_what_failed_or_is_missing(tiny, tmp_path):

@@ -147,10 +147,13 @@ def test_a_search_learns_from_its_own_data_alone(
 
 
 @pytest.mark.smoke  # four trials, and a confirmation
+@pytest.mark.usefixtures("trials_here")
 def test_the_quickstart_confirms_its_knee(
     cluster: None, empty_home: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`make sweep` with fewer steps, one of its widths, one seed and one trial at a time."""
+    """`make sweep` with fewer steps, one of its widths, one seed and one trial at a time; two workers train
+    the knee again.
+    """
     sizes = TINY.sizes_of["quickstart"]
     assert len(sizes) == 3
     monkeypatch.setitem(TINY.sizes_of, "quickstart", {"w24": sizes["w24"]})

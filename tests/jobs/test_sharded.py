@@ -84,7 +84,7 @@ def test_points_and_shots(cluster: None, home: Path, digits: str, call: Call, tm
 @pytest.mark.smoke
 def test_predictions(cluster: None, home: Path, digits: str, call: Call, tmp_path: Path):
     found = []
-    for name, flags in (("whole", ("--workers", "1")), ("together", ("--ep", "2"))):
+    for name, flags in (("whole", ()), ("together", ("--ep", "2"))):
         args = (TOKEN, "--images", digits, "--split", "val", "--out", str(tmp_path / name))
         assert call(predict.main, *args, *flags)[0] == ""
         found.append(pandas.read_parquet(tmp_path / name).sort_values("key", ignore_index=True))
