@@ -79,8 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begins with what is shared, which takes longest. Tests for a GPU skip where there is none, and those of
-    guests are left out where a guest is absent.
+    """Begins with what is shared, which takes longest; the shared Ray ends before tests that start their own.
+    Tests for a GPU skip where there is none, and those of guests are left out where a guest is absent.
     """
     import torch
 
@@ -93,7 +93,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
-    items.sort(key=lambda item: [*SHARED, None].index(shares(item.nodeid.partition("::")[0])))
+    items.sort(
+        key=lambda item: (
+            [*SHARED, None].index(shares(item.nodeid.partition("::")[0])),
+            "no_cluster" in getattr(item, "fixturenames", ()),
+        )
+    )
 
 
 @pytest.hookimpl(trylast=True)

@@ -289,8 +289,8 @@ def shown(of: Simulation) -> Any:
 
 
 @pytest.mark.smoke
-def test_twenty_schedules(sweeps: Sweeps) -> None:
-    search(sweeps, 20)
+def test_ten_schedules(sweeps: Sweeps) -> None:
+    search(sweeps, 10)
 
 
 @pytest.mark.slow

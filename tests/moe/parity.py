@@ -200,7 +200,16 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 # what ranks import: a server imports it once for all tests of a process, and forks every rank
-multiprocessing.set_forkserver_preload(["orchestrator.training.worker", "torch.distributed.checkpoint"])
+multiprocessing.set_forkserver_preload(
+    [
+        "orchestrator.training.worker",
+        "torch.distributed.checkpoint",
+        "torch._inductor",  # which deterministic algorithms load
+        "sklearn.datasets",
+        "wings.image_text.presets",
+        "tests.moe.parity",
+    ]
+)
 
 
 def spawn(ranks: int, worker: Callable[..., None], folder: str, timeout_s: float = 300) -> None:

@@ -1,7 +1,6 @@
 """Sinkhorn against POT, its definition and differences; freezing, padding, compile."""
 
 import numpy as np
-import ot
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -21,6 +20,8 @@ def column_error(plan_GSE: Tensor, valid_GS: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("S", "E", "scale"), [(16, 4, 1.0), (9, 5, 3.0), (4, 7, 2.0), (60, 6, 5.0)])
 def test_pot(S, E, scale):
+    import ot  # which loads for a second
+
     logits = logits_of(1, S, E, scale=scale)
     plan, residual = sinkhorn_plan(logits, torch.ones(1, S), 2000)
     reference = ot.bregman.sinkhorn_log(

@@ -119,7 +119,7 @@ def test_a_server_that_is_gone(bucket, monkeypatch):
         Checkpoints(bucket.uri("checkpoints"), IN_STEP).restore(*odd())
 
 
-STRIDES = [pytest.param(8, 6, marks=pytest.mark.smoke), pytest.param(50, 1, marks=pytest.mark.slow)]
+STRIDES = [pytest.param(5, 9, marks=pytest.mark.smoke), pytest.param(50, 1, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("count", "stride"), STRIDES)

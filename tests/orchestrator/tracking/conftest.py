@@ -4,7 +4,8 @@ import os
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,9 @@ from tests.orchestrator.tracking.stores import Postgres, Server, Sqlite, Store
 
 
 @pytest.fixture(scope="session")
-def sqlite(tmp_path_factory: pytest.TempPathFactory) -> Sqlite:
-    return Sqlite(tmp_path_factory.mktemp("sqlite"))
+def sqlite(tmp_path_factory: pytest.TempPathFactory, empty_store: Callable[[Path], str]) -> Sqlite:
+    empty_store(folder := tmp_path_factory.mktemp("sqlite"))
+    return Sqlite(folder)
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ def started(*arguments: str) -> Iterator[Program]:
 @pytest.mark.parametrize(
     ("store", "kills"),
     [
-        pytest.param("sqlite", 6, marks=pytest.mark.smoke),
+        pytest.param("sqlite", 3, marks=pytest.mark.smoke),
         pytest.param("sqlite", 20, marks=pytest.mark.slow),
         pytest.param("server", 20, marks=pytest.mark.slow),
         pytest.param("postgres", 20, marks=pytest.mark.slow),

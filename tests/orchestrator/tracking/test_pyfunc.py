@@ -13,7 +13,7 @@ import sysconfig
 import urllib.error
 import urllib.request
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -146,11 +146,14 @@ def test_nothing_of_the_machine_goes_along(trained_home: Path, store: str, tmp_p
 
 
 def test_a_large_model_stays_where_it_is(
-    trained_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    empty_store: Callable[[Path], str],
 ) -> None:
     """MLflow says that it is elsewhere. The same version has it once it counts as small."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    tracking = open_tracking(f"sqlite:///{tmp_path}/other.db", artifacts=f"{tmp_path}/artifacts")
+    tracking = open_tracking(empty_store(tmp_path), artifacts=f"{tmp_path}/artifacts")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.uri)
     with monkeypatch.context() as patch:
         patch.setattr(pyfunc, "SMALL", 1)

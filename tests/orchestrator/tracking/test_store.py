@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -132,7 +133,8 @@ def test_files_lie_where_they_should(sqlite: Sqlite) -> None:
     assert Path(location, run.run_id, "artifacts", "notes", "a.txt").read_text() == "hello"
 
 
-def test_a_deleted_experiment(tmp_path: Path) -> None:
+def test_a_deleted_experiment(tmp_path: Path, empty_store: Callable[[Path], str]) -> None:
+    empty_store(tmp_path)
     tracking = open_store(store := Sqlite(tmp_path))
     tracking.client.delete_experiment(tracking.experiment_id)
     with pytest.raises(UsageError, match="is deleted: mlflow experiments restore -x 1"):

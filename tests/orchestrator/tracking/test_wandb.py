@@ -89,6 +89,7 @@ def reported(directory: str) -> dict[str, list[tuple[int, float]]]:
     return dict(found)
 
 
+@pytest.mark.slow  # of a tracker that is no part of the product
 def test_kills_at_any_moment(tmp_path: Path) -> None:
     """Of four processes that write without a pause. The run has a whole file or none, and no server stays."""
     run = run_at(tmp_path, "killed")
