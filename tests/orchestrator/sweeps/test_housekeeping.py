@@ -352,8 +352,8 @@ def test_a_request_in_the_directory_is_a_notice(root: str, one_store: Tracking) 
 @pytest.mark.parametrize(
     ("root", "seed", "steps"),
     [
-        ("local", 1, 15),
-        pytest.param("local", 2, 80, marks=pytest.mark.slow),  # seed 1 is in the fast lane
+        ("local", 10, 14),
+        pytest.param("local", 2, 80, marks=pytest.mark.slow),  # seed 10 is in the fast lane
         pytest.param("s3", 11, 20, marks=pytest.mark.smoke),
     ],
     indirect=["root"],
