@@ -23,7 +23,7 @@ from uuid import uuid4
 from jobs import _signals
 from jobs._flags import PLUGIN, flag
 from orchestrator.errors import BudgetExhausted, UsageError
-from orchestrator.output import UnfailingOutput, protect_streams
+from orchestrator.output import UnfailingOutput, protect_streams, redact_uri
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint.models import ModelRef
@@ -140,8 +140,6 @@ def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any
 
 def source_labels() -> dict[str, str]:
     """The command, without passwords, and the commit of its code, under MLflow's names."""
-    from orchestrator.tracking.store import redact_uri
-
     words = " ".join([sys.argv[0], shlex.join(map(redact_uri, sys.argv[1:]))])
     labels = {"mlflow.source.name": words.rstrip(), "mlflow.source.type": "LOCAL"}
     # An environment may lie in a repository of the user's own, which does not have this file.

@@ -56,7 +56,7 @@ class Record:
         from orchestrator.errors import UsageError
         from orchestrator.runs.measurements import FOLDER
         from orchestrator.runs.sweep_directory import owner_of
-        from orchestrator.sweeps.publish import send
+        from orchestrator.tracking.sync import send
 
         if self._homeless:
             print(f"not recorded, because the run is not there: {', '.join(dict.fromkeys(self._homeless))}")

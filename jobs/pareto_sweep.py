@@ -403,10 +403,10 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
     """Prints the frontier, and where its page, its pictures and its models are."""
     from jobs._describe import guessing
     from orchestrator import storage
+    from orchestrator.output import redact_uri
     from orchestrator.runs.sweep_directory import SweepDir
     from orchestrator.sweeps.publish import PAGE, PNG
     from orchestrator.tracking.registry import registered_name
-    from orchestrator.tracking.store import redact_uri
 
     own, uri = SweepDir.of(sweep.base), flags.run.places.uri()
     left = run.trials_left()

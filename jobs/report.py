@@ -120,10 +120,10 @@ def report(flags: ReportFlags) -> None:
     """Writes page and pictures, prints the frontier, and brings MLflow up to date."""
     from orchestrator import storage
     from orchestrator.frontier.points import is_complete
+    from orchestrator.output import redact_uri
     from orchestrator.runs.state import directory_state
     from orchestrator.sweeps.build import sweep_frontier
     from orchestrator.sweeps.publish import FILES, publish_and_send
-    from orchestrator.tracking.store import redact_uri
 
     directory, missing = flags.places.below(flags.name), ""
     out = storage.absolute(flags.out) if flags.out else directory

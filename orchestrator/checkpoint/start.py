@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from moe.adapt import Rows, Transfer, plan_transfer, shapes_of
@@ -130,7 +129,7 @@ def start_from(
         FileNotFoundError: if there is nothing at `location`.
     """
     with open_weights(location, group) as source:
-        here: dict[str, Tensor] = get_model_state_dict(model)  # pyright: ignore[reportAssignmentType]
+        here = model.state_dict()
         report = _compare(source, here, without, model.config, classes)
         transfer, there = report.transfer, source.reader.tensors()
         whole = {

@@ -18,7 +18,6 @@ from orchestrator.frontier.tables import latex
 from orchestrator.output import IN_BITS
 from orchestrator.runs.lock import REPORT, InUse, locked, wait_for_report
 from orchestrator.runs.measurements import table
-from orchestrator.runs.run_directory import kind_of
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
 from orchestrator.sweeps.build import TrialRecord, say_raised, sweep_frontier
 from orchestrator.sweeps.operating import picture
@@ -148,20 +147,6 @@ def publish_and_send(directory: str, open_store: Callable[[], Tracking]) -> tupl
                 return frontier, str(error)
     except InUse:
         return sweep_frontier(directory, live=True)[0], None
-
-
-def send(directory: str, store: Tracking, *, only: Collection[str]) -> str:
-    """Sends MLflow what it lacks of a run, a sweep or the trials `only`; returns what it did not take, empty
-    if it has all.
-    """
-    sync = Sync(store, directory)
-    if not kind_of(directory):
-        return update_now(sync)
-    try:
-        with locked(storage.join(directory, REPORT)), locked(directory):
-            return update_now(sync, only)
-    except InUse:
-        return update_now(sync, only, live=True)
 
 
 def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str, dict[str, str]]:

@@ -9,9 +9,10 @@ from mlflow.exceptions import MlflowException
 
 from orchestrator import storage
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.output import redact_uri
 from orchestrator.runs.run_directory import RunDir, RunRecord
 from orchestrator.runs.sweep_directory import SweepDir, SweepRecord
-from orchestrator.tracking.store import Tracking, redact_uri
+from orchestrator.tracking.store import Tracking
 
 KEY = "moe_frontier.key"  # tag: the key of the run's directory
 SWEEP_KEY = "moe_frontier.sweep"  # tag of a trial and of a registered model: the key of its sweep

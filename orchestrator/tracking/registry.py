@@ -19,9 +19,10 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 from moe.config import did_you_mean
 from orchestrator.checkpoint.models import read_model
 from orchestrator.errors import UsageError
+from orchestrator.output import redact_uri
 from orchestrator.tracking.find import KEY, SWEEP_KEY, find_by_tag, mlflow_errors
 from orchestrator.tracking.pyfunc import is_servable, is_small, write_pyfunc
-from orchestrator.tracking.store import Tracking, open_reader, redact_uri
+from orchestrator.tracking.store import Tracking, open_reader
 
 CHECKPOINT = "checkpoint"  # tag of a LoggedModel and of a version: the folder of the checkpoint
 WEIGHTS = "weights"  # tag: digest of its weights

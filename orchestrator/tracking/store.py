@@ -30,7 +30,7 @@ from sqlalchemy.exc import ArgumentError
 
 from orchestrator import storage
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.output import redact_uri as redact_uri
+from orchestrator.output import redact_uri
 from orchestrator.tasks import ClassificationConfig
 
 EXPERIMENT = "moe-frontier"

@@ -24,10 +24,12 @@ from mlflow.utils.mlflow_tags import (
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
+from orchestrator.output import redact_uri
+from orchestrator.runs.lock import REPORT, InUse, locked
 from orchestrator.runs.measurements import read_measurement
-from orchestrator.runs.run_directory import Result, Status
+from orchestrator.runs.run_directory import Result, Status, kind_of
 from orchestrator.runs.sweep_directory import SweepDir
-from orchestrator.tracking.base import Follower, Following
+from orchestrator.tracking.base import Follower, Following, update_now
 from orchestrator.tracking.find import KEY, SWEEP_KEY, find_by_tag, refuse_copy
 from orchestrator.tracking.projection import (
     Projection,
@@ -37,7 +39,7 @@ from orchestrator.tracking.projection import (
     measured_scalars,
     reading,
 )
-from orchestrator.tracking.store import Tracking, open_tracking, redact_uri
+from orchestrator.tracking.store import Tracking, open_tracking
 
 log = logging.getLogger(__name__)
 
@@ -311,3 +313,17 @@ class BackgroundSync(Following):
 
     def __init__(self, tracking: Tracking, directory: str, say: Callable[[str], None] = log.warning) -> None:
         super().__init__(Sync(tracking, directory), say)
+
+
+def send(directory: str, store: Tracking, *, only: Collection[str]) -> str:
+    """Sends MLflow what it lacks of a run, a sweep or the trials `only`; returns what it did not take, empty
+    if it has all.
+    """
+    sync = Sync(store, directory)
+    if not kind_of(directory):
+        return update_now(sync)
+    try:
+        with locked(storage.join(directory, REPORT)), locked(directory):
+            return update_now(sync, only)
+    except InUse:
+        return update_now(sync, only, live=True)

@@ -206,10 +206,11 @@ class Temperature(nn.Module):
 
 def image_features(config: ModelConfig) -> int:
     """Returns the size of the head's input. Raises ValueError if the model has no linear head."""
-    shape = unit_shapes(replace(config, moe=None))[0].get(f"{config.head}.weight", ())
-    if config.gives != ("logits",) or len(shape) != 2:
-        raise ValueError(f"an image tower has a linear head; a model of kind {config.kind!r} has none")
-    return shape[1]
+    if config.gives == ("logits",):
+        dense = unit_shapes(replace(config, moe=None))[0]  # which several models have in common
+        if len(shape := dense.get(f"{config.head}.weight", ())) == 2:
+            return shape[1]
+    raise ValueError(f"an image tower has a linear head; a model of kind {config.kind!r} has none")
 
 
 def _run(tower: Model, inputs: Tensor, routing: RoutingInput) -> Output:

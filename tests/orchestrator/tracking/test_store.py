@@ -13,8 +13,9 @@ import pytest
 from mlflow import MlflowClient
 
 from orchestrator.errors import UsageError
+from orchestrator.output import redact_uri
 from orchestrator.tracking import store as store_file
-from orchestrator.tracking.store import links, open_reader, open_tracking, redact_uri
+from orchestrator.tracking.store import links, open_reader, open_tracking
 from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Postgres, Sqlite
 from tests.parts import free_port
