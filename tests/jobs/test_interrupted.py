@@ -269,7 +269,7 @@ def test_a_sweep_saves_its_running_trials_however_it_is_stopped(way, tmp_path):
         assert [row["resumed"] for row in rows_in(file) if "resumed" in row] == [saved[arm]] * (
             saved[arm] > 0
         )
-        steps = 100 if arm == "c" else 800
+        steps = 100 if arm == "c" else 600
         assert steps_in(file) == [*range(10, steps + 1, 10)], "no step is repeated"
 
 
@@ -336,7 +336,7 @@ from orchestrator.config import RunConfig
 from orchestrator.sweeps.sweep import Sweep
 
 def make():
-    fields = {"train.steps": 800, "train.report_every": 10, "checkpoint.every": 800}
+    fields = {"train.steps": 600, "train.report_every": 10, "checkpoint.every": 600}
     arms = {name: {"model.mlp_dim": 32 * size} for size, name in enumerate("abc", 1)}
     arms["c"]["train.steps"] = 100
     return Sweep(base=override(RunConfig(), {"name": "small"} | fields), arms=arms)

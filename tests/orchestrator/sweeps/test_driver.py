@@ -316,7 +316,7 @@ class PauseAll(Policy):
 
 
 @pytest.mark.smoke
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_pictures", "trials_here")
 def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
     """One of them was paused before; the other pauses and goes on in the same sweep."""
     sweep = replace(sweep, arms={arm: ARMS[arm] for arm in ("dense", "soft")})
