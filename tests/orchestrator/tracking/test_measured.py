@@ -6,12 +6,11 @@ import mlflow
 import pytest
 
 from orchestrator.runs.measurements import write_measurement
-from orchestrator.sweeps.publish import send
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import find
 from orchestrator.tracking.find import SWEEP_KEY, find_by_tag
 from orchestrator.tracking.store import Tracking
-from orchestrator.tracking.sync import Sync
+from orchestrator.tracking.sync import Sync, send
 from tests.made_directories import begin, begin_sweep, end, end_sweep, run_at, sweep_record
 from tests.mlflow_reader import RunInfo, children, newest_of
 from tests.orchestrator.tracking.conftest import open_store
