@@ -7,10 +7,9 @@ MLflow refuses keeps nothing else back.
 
 import hashlib
 import json
-import logging
 import math
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
@@ -29,7 +28,7 @@ from orchestrator.runs.lock import REPORT, InUse, locked
 from orchestrator.runs.measurements import read_measurement
 from orchestrator.runs.run_directory import Result, Status, kind_of
 from orchestrator.runs.sweep_directory import SweepDir
-from orchestrator.tracking.base import Follower, Following, update_now
+from orchestrator.tracking.base import Follower, update_now
 from orchestrator.tracking.find import KEY, SWEEP_KEY, find_by_tag, refuse_copy
 from orchestrator.tracking.projection import (
     Projection,
@@ -40,8 +39,6 @@ from orchestrator.tracking.projection import (
     reading,
 )
 from orchestrator.tracking.store import Tracking, open_tracking
-
-log = logging.getLogger(__name__)
 
 FILES = "moe_frontier.files"  # tag: artifact -> digest
 MEASURED = "moe_frontier.measured."  # tags: this and the id of a measurement that was sent
@@ -306,13 +303,6 @@ class Sync(Follower):
 
 def _rows(scalars: list[Scalar]) -> list[Metric]:
     return [Metric(s.name, s.value, int(1000 * s.time_s), s.at) for s in scalars]
-
-
-class BackgroundSync(Following):
-    """Keeps MLflow up to date while the block lasts."""
-
-    def __init__(self, tracking: Tracking, directory: str, say: Callable[[str], None] = log.warning) -> None:
-        super().__init__(Sync(tracking, directory), say)
 
 
 def send(directory: str, store: Tracking, *, only: Collection[str]) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.tracking import base, system
-from orchestrator.tracking.sync import BackgroundSync, Sync
+from orchestrator.tracking.base import Following
+from orchestrator.tracking.sync import Sync
 from orchestrator.tracking.system import SystemMetrics
 from tests.made_directories import begin, end, run_at
 from tests.mlflow_reader import find_run
@@ -51,7 +52,7 @@ def test_the_end_waits_while_runs_arrive(
     lines = list[str]()
     monkeypatch.setattr(Sync, "update", update)
     monkeypatch.setattr(base, "PATIENCE_S", 0.8)
-    with BackgroundSync(open_store(sqlite), str(tmp_path), lines.append):
+    with Following(Sync(open_store(sqlite), str(tmp_path)), lines.append):
         pass
     assert lines == []
 
@@ -64,13 +65,13 @@ def test_a_lost_server_delays_nothing(
     directory, tracking = begin(run), open_store(sqlite)
     gone = replace(tracking, uri="http://127.0.0.1:9")
     monkeypatch.setattr(base, "EVERY_S", 0.05)
-    with BackgroundSync(gone, directory, lines.append):
+    with Following(Sync(gone, directory), lines.append):
         end(run, 10, val__acc1=0.5)
         time.sleep(0.3)
     (line,) = lines
     assert "MLflow at http://127.0.0.1:9 did not take all results" in line
     assert f"They are in {directory}" in line
-    with BackgroundSync(tracking, directory, lines.append):
+    with Following(Sync(tracking, directory), lines.append):
         pass
     assert find_run(tracking, found(tracking, directory).run_id).metrics["val/acc1"] == 0.5
     assert len(lines) == 1

@@ -8,9 +8,10 @@ from orchestrator import storage
 from orchestrator.runs import notice
 from orchestrator.runs.lock import locked
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking.base import Following
 from orchestrator.tracking.lost import set_right
 from orchestrator.tracking.store import Tracking
-from orchestrator.tracking.sync import BackgroundSync, Sync
+from orchestrator.tracking.sync import Sync
 from tests.made_directories import begin, begin_sweep, end, run_at
 from tests.orchestrator.runs.test_state import killed_in
 from tests.orchestrator.tracking.conftest import open_store
@@ -59,7 +60,7 @@ def test_after_a_notice_mlflow_hears_first(
     tracking, directory = open_store(sqlite), begin(run_at(tmp_path, "noticed"))
     Sync(tracking, directory).update(live=True)
     assert statuses(tracking, directory) == ["RUNNING"]
-    with notice.on_interrupt(), notice.saving(), BackgroundSync(tracking, directory):
+    with notice.on_interrupt(), notice.saving(), Following(Sync(tracking, directory)):
         assert notice.give()
         while statuses(tracking, directory) == ["RUNNING"]:
             pass

@@ -15,9 +15,10 @@ from orchestrator.runs.measurements import write_measurement
 from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import base
+from orchestrator.tracking.base import Following
 from orchestrator.tracking.registry import registered_name
 from orchestrator.tracking.store import Tracking, open_tracking
-from orchestrator.tracking.sync import BackgroundSync, Sync
+from orchestrator.tracking.sync import Sync
 from tests.made_directories import begin, end, end_sweep, report, run_at, sweep_record
 from tests.mlflow_reader import children, newest_of
 from tests.orchestrator.tracking.conftest import open_store
@@ -52,7 +53,7 @@ def test_all_but_models_arrives(old: Tracking, tmp_path: Path) -> None:
     write_measurement(f"{directory}/trials/a", {"eval/x/acc1": 0.25}, files={"pages/x.html": b"<p>"})
     Path(directory, "trials", "b", "bad_images.csv").write_text("name")
     old, said = replace(old, has_models=False), list[str]()
-    with BackgroundSync(old, directory, said.append):
+    with Following(Sync(old, directory), said.append):
         pass
     assert said == []
     sweep = newest_of(old, directory)

@@ -18,10 +18,11 @@ from orchestrator.runs.lock import move_aside
 from orchestrator.runs.run_directory import Result, RunDir, write_json
 from orchestrator.runs.sweep_directory import SUMMARY, SweepDir
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking.base import Following
 from orchestrator.tracking.find import KEY, check_original
 from orchestrator.tracking.registry import checkpoint_of, registered_name
 from orchestrator.tracking.store import Tracking, open_tracking
-from orchestrator.tracking.sync import BackgroundSync, Sync
+from orchestrator.tracking.sync import Sync
 from tests.made_directories import begin, begin_sweep, end, report, run_at, sweep_record
 from tests.mlflow_reader import RunInfo, children, find_sweep, newest_of
 from tests.orchestrator.tracking.conftest import open_store
@@ -326,7 +327,7 @@ def test_a_damaged_file_keeps_back_its_own_trial_alone(sqlite: Sqlite, tmp_path:
     damaged = f"{directory}/trials/a/result.json"
     Path(damaged).write_text("{")
     lines = list[str]()
-    with BackgroundSync(tracking, directory, lines.append):
+    with Following(Sync(tracking, directory), lines.append):
         pass
     trials = children(tracking, found(tracking, directory).run_id)
     assert {run.name for run in trials} == {"b", "c"}

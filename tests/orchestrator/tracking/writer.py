@@ -16,8 +16,9 @@ from orchestrator.runs.metrics_file import MetricsWriter
 from orchestrator.runs.run_directory import SWEEP, acquire_run_dir
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import base
+from orchestrator.tracking.base import Following
 from orchestrator.tracking.store import open_tracking
-from orchestrator.tracking.sync import BackgroundSync
+from orchestrator.tracking.sync import Sync
 from tests.made_directories import DIGEST, begin_sweep, end, run_at
 
 CHECKPOINT_EVERY = 7
@@ -31,7 +32,7 @@ def write(uri: str, folder: Path, last: int | None) -> None:
     if not (directory / SWEEP).exists():
         begin_sweep(sweep, status="finished")
     run = sweep.runs()["child"]
-    with BackgroundSync(tracking, str(directory)):
+    with Following(Sync(tracking, str(directory))):
         print("writing", flush=True)
         acquire_run_dir(run, DIGEST)
         checkpoint = folder / "checkpoint"
