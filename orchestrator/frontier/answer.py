@@ -276,8 +276,8 @@ def answer(points: Sequence[Point], bounds: Mapping[str, float], *, quality_name
     if not bounds:
         raise UsageError("give at least one bound, such as `max_ms` 5")
     for name, most in bounds.items():
-        if not 0 < most < math.inf:
-            raise UsageError(f"a bound of {name} must be above 0, got {most:g}")
+        if not isinstance(most, int | float) or not 0 < most < math.inf:
+            raise UsageError(f"a bound of {name} must be a number above 0, got {most!r}")
     finished = [point for point in points if is_complete(point)]
     if not finished:
         raise UsageError("no arm has finished: there is nothing to choose from")

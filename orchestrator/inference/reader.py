@@ -52,8 +52,17 @@ def probabilities(encoded: bytes) -> np.ndarray:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:]:
+        sys.exit(__doc__)
+    unread = 0
     for path in sys.argv[1:]:
-        found = probabilities(Path(path).read_bytes())
+        try:
+            found = probabilities(Path(path).read_bytes())
+        except OSError as error:  # Pillow's too
+            print(f"error: {path}: {error}", file=sys.stderr)
+            unread += 1
+            continue
         best = int(found.argmax())
         names = signature["classes"] or range(len(found))
         print(f"{path}\t{names[best]}\t{found[best]:.4f}")
+    sys.exit(bool(unread))

@@ -64,12 +64,11 @@ def test_a_sweep_answers_and_hands_over_its_model(home: Path, call: Call, tmp_pa
 
     pixels = np.random.default_rng(0).integers(0, 256, (28, 28, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    done = subprocess.run(
-        [sys.executable, "-I", out / "read.py", tmp_path / "a.png"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    (tmp_path / "b.png").write_text("no picture")
+    pictures = [tmp_path / name for name in ("gone.png", "b.png", "a.png")]
+    read = [sys.executable, "-I", out / "read.py", *pictures]
+    done = subprocess.run(read, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("error: "), "Traceback" in done.stderr) == (1, 2, False)
     _, name, share = done.stdout.split()
     assert name in (load_signature(out / "weights").classes or ())
     assert 0 < float(share) <= 1
