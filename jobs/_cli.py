@@ -375,4 +375,7 @@ def check_out(out: str, *, own: Iterable[str], apart: Iterable[str] = ()) -> Non
     if there and not set(own) & set(there):
         listed = ", ".join(sorted(there)[:3]) + (f" and {len(there) - 3} others" if len(there) > 3 else "")
         raise UsageError(f"--out {out} holds other files ({listed}): choose a new or an empty folder")
+    made = storage.is_local(out) and not os.path.exists(out)
     check_writable("--out", out)
+    if made:
+        os.rmdir(out)  # a command that fails leaves no empty folder
