@@ -29,8 +29,8 @@ def test_a_file_never_lies_among_results(file: str, holds: str, digits: str, tmp
 
 
 def test_a_folder_of_results_holds_nothing_else(tmp_path: Path):
-    """Its own earlier results it may hold; sources lie neither in it nor around it. It is made by what lies in
-    it, for the command may yet fail.
+    """Its own earlier results it may hold; sources lie neither in it nor around it. It is made with what
+    is put into it.
     """
     out, images = tmp_path / "out", tmp_path / "images"
     check_out(str(out), own=("page.html",))

@@ -102,6 +102,19 @@ def test_during_a_run(place):
     assert step_restored(place) == 7
 
 
+def test_the_end_of_a_run_removes_what_an_earlier_end_left(tmp_path, monkeypatch):
+    """A process may be killed between its last save and the removal."""
+    checkpoints = Checkpoints(str(tmp_path), keep(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_retain", lambda self: None)
+        for step in (1, 2):
+            save(checkpoints, step)
+    again = Checkpoints(str(tmp_path), keep(1))
+    again.restore(*odd())
+    again.finish()
+    assert manifests.steps(str(tmp_path)) == [2]
+
+
 def test_quality_is_that_of_the_step(tmp_path):
     checkpoints = Checkpoints(str(tmp_path), IN_STEP)
     save(checkpoints, 1, quality=0.5)

@@ -54,6 +54,16 @@ def test_batches_are_those_that_are_decoded_each_time(
     assert any(batch.bad for batch in kept)
 
 
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_known_image_is_augmented_as_one_that_is_read(noise: str, repeats: int) -> None:
+    data = {"data.path": noise, "data.batch_size": 4, "data.lanes": 4, "data.max_bad_frac": 1.0}
+    changes = {"data.augment": ["flip", "shift"], "data.repeats": repeats}
+    stream = open_stream(override(RunConfig(), data | changes), "train", 0, 1)
+    first, again = (list(in_process(stream, range(9))) for _ in range(2))
+    for one, other in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
+
+
 def test_images_are_read_once(noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only parts of a batch with the damaged image are read again."""
     read, images = [0], DataSet.images

@@ -53,6 +53,13 @@ def test_parts_come_in_any_order() -> None:
         assert [sample.image for sample in table.samples("val", mixed=False)] == [("c", 0, 1), ("c", 1, 1)]
 
 
+def test_keys_that_begin_anew_in_each_part_are_not_one_sample() -> None:
+    """Else all samples of a key would go to one split."""
+    names = [f"{n:03}" for n in range(100)]
+    table = Table([part(name, 0, 1, 0) for name in names], dict.fromkeys(names), 0.3)
+    assert 0.2 < table.is_val.mean() < 0.4
+
+
 def test_numbers_beside_names() -> None:
     with pytest.raises(UsageError, match=r"some labels are numbers .*, some are names"):
         Table([part("a", 0, 1), part("b", "cat")], {"a": None, "b": None}, 0.1)

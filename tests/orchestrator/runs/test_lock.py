@@ -162,6 +162,13 @@ def test_who_lost_the_lease_stops_and_writes_nothing(
     storage.write_bytes(f"{directory}-2/x", b"")  # other folders are not concerned
 
 
+def test_who_lost_a_lease_may_write_once_it_has_another(directory: str) -> None:
+    """As a notebook that goes on."""
+    storage.refuse_writes(directory)
+    with locked(directory):
+        storage.write_bytes(f"{directory}/x", b"")
+
+
 def test_a_renewal_whose_answer_was_lost_is_no_other_process(directory: str) -> None:
     """The holder finds a lock of its own that it does not know."""
     with locked(directory):

@@ -54,6 +54,15 @@ def test_none_is_replaced_and_a_broken_one_is_none(tmp_path: Path) -> None:
     assert read_measurement(str(tmp_path), "29990101T000000Z-aaaaaaaa") is None
 
 
+def test_they_come_in_the_order_of_their_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a second too."""
+    times = [1e9 + 0.000005, 1e9 + 0.5]
+    for now in times:
+        monkeypatch.setattr(records.time, "time", lambda now=now: now)
+        write_measurement(str(tmp_path), {"a": now})
+    assert [each.metrics["a"] for each in measurements(str(tmp_path))] == times
+
+
 def test_a_write_that_fails_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(location: str, content: bytes) -> None:
         raise OSError("no space left")

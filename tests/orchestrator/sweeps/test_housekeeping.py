@@ -292,6 +292,18 @@ def test_a_copy_is_removed_alone(root: str, one_store: Tracking) -> None:
 
 
 @on_disk_and_slowly_on_s3
+def test_what_a_command_writes_now_has_an_owner(
+    root: str, one_store: Tracking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(run_at(root, "user"))
+    monkeypatch.setattr(housekeeping, "UNUSED_S", -2.0)
+    with locked(f"{root}/user"), locked(f"{root}/starts"):
+        storage.write_bytes(f"{root}/user/result.json.{'0' * 32}.tmp", b"{")
+        assert ownerless(root, one_store) == []
+    assert len(ownerless(root, one_store)) >= 1
+
+
+@on_disk_and_slowly_on_s3
 def test_what_has_no_owner_is_found(root: str, one_store: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.delete(made_sweep(root, "by-hand", one_store))
     storage.delete(f"{made_sweep(root, 'partly', one_store)}/trials/c")

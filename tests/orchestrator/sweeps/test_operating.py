@@ -6,11 +6,15 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.frontier.frontier import Frontier, gains
+from orchestrator.runs.measurements import write_measurement
 from orchestrator.sweeps.operating import (
     AS_TRAINED,
     COSTS,
+    OPERATING,
     QUARTILES,
     PointRow,
+    operating_rows,
+    table_of,
     with_operating,
 )
 from tests.orchestrator.frontier.samples import FRONTIER, point
@@ -43,6 +47,13 @@ def two_seeds() -> Frontier:
         arm, run_id="first", runs=(("second", None),), qualities=(0.88, 0.92), costs={MS: 7.0, "a": 1}
     )
     return replace(FRONTIER, points=(arm, point("dense-s", "dense", 2e10, 0.8)), retrained=(arm,))
+
+
+def test_the_newest_measurement_counts(tmp_path):
+    for ms in (1.0, 2.0):
+        write_measurement(str(tmp_path), {}, tables={OPERATING: table_of([row("a", "x", 0.5, ms)])})
+    (newest,) = operating_rows(str(tmp_path))
+    assert newest[MS] == 2.0
 
 
 def test_a_point_is_the_mean_of_its_seeds():

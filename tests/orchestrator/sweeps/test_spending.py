@@ -2,6 +2,7 @@
 
 import calendar
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from orchestrator.runs.run_directory import Result, RunDir, acquire_run_dir, rea
 from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.driver import SweepOptions
-from orchestrator.sweeps.spending import READ_EVERY_S, OthersSpending
+from orchestrator.sweeps.spending import READ_EVERY_S, OthersSpending, month_of
 from orchestrator.sweeps.sweep import Sweep
 from tests.made_directories import DIGEST, begin_sweep, run_at
 from tests.orchestrator.effects import data_set
@@ -50,6 +51,17 @@ def sweep_at(root: Path | str, name: str, months: dict[str, dict[str, float]] | 
 
 def months_in(directory: str) -> dict[str, dict[str, float]]:
     return read_json(SweepDir(directory).spent)["months"]
+
+
+def test_months_are_those_of_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the machine is."""
+    monkeypatch.setenv("TZ", "Pacific/Kiritimati")  # 14 hours ahead
+    time.tzset()
+    try:
+        assert [month_of(END_OF_JULY - 1), month_of(END_OF_JULY + 1)] == ["2026-07", "2026-08"]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_sweep_charges_months_and_owners(tmp_path: Path, clock: list[float]) -> None:

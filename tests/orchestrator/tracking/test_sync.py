@@ -372,6 +372,23 @@ def test_a_deleted_sweep_is_made_again_while_it_runs(sqlite: Sqlite, tmp_path: P
     assert trials["b"].metrics["train/loss"] == 1.0
 
 
+def test_a_trial_that_began_anew_is_another_run(sqlite: Sqlite, tmp_path: Path) -> None:
+    """Its directory was deleted meanwhile; its first numbers are before the last ones of the other."""
+    tracking = open_store(sqlite)
+    sweep, directory = make_sweep(tmp_path)
+    run, mirror = sweep.runs()["b"], Sync(tracking, directory)
+    report(run, {20: {"train/loss": 3.0}})
+    mirror.update(live=True)
+    shutil.rmtree(RunDir.of(run).path)
+    begin(run)
+    report(run, {5: {"train/loss": 9.0}})
+    mirror.update(live=True)
+    record = RunDir.of(run).record()
+    assert record
+    runs = tracking.client.search_runs([tracking.experiment_id], f"tags.`{KEY}` = '{record.key}'")
+    assert [each.data.metrics["train/loss"] for each in runs] == [9.0]
+
+
 def test_one_refused_run_keeps_no_other_back(sqlite: Sqlite, tmp_path: Path, caplog) -> None:
     tracking = open_store(sqlite)
     sweep, directory = make_sweep(tmp_path)

@@ -172,6 +172,15 @@ def test_parts_in_any_order_have_the_fingerprint_of_the_whole() -> None:
     assert fingerprint(batch([13, 14], [2, 3]), before=fingerprint(batch([11, 12], [0, 1]))) == whole
 
 
+def test_one_worker_begins_with_what_all_had_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics.dist, "is_initialized", lambda: True)
+    began = list[int]()
+    for rank in range(3):
+        monkeypatch.setattr(metrics.dist, "get_rank", lambda rank=rank: rank)
+        began.append(int(SampleTracker(fingerprint=7)._sum))
+    assert began == [7, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("samples", "places"),
     [([11, 12, 14, 13], [0, 1, 2, 3]), ([11, 12, 13, 15], [0, 1, 2, 3]), ([11, 12, 13, 14], [0, 1, 2, 4])],

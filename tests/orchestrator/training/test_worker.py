@@ -231,8 +231,9 @@ def test_it_says_from_where_it_goes_on(run: RunConfig, caplog: pytest.LogCapture
     before = dict(trained(run, stop_at=17))
     best = max((before[step]["val/acc1"], -step) for step in (6, 12))
     with caplog.at_level(logging.INFO, "orchestrator"):
-        (step, metrics), *_ = trained(run)
+        (step, metrics), *others = trained(run)
     assert (step, metrics["resumed/step"]) == (16, 15)
+    assert not any("resumed/step" in each for _, each in others), "it is said once"
     (line,) = [r.getMessage() for r in caplog.records if "resumes from" in r.getMessage()]
     assert line == f"train: resumes from step 15 of 24, best val/acc1 {best[0]:.4g} at step {-best[1]}"
 

@@ -3,15 +3,18 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from jobs import plan
 from moe.adapt import plan_transfer, shapes_of
 from moe.codec import from_dict, to_dict
 from moe.cost import num_params
+from moe.experts import is_expert
 from moe.layer import MoEConfig
 from moe.model import ModelConfig
 from moe.models.vit import ViTConfig
@@ -21,6 +24,7 @@ from moe.presets import PRESETS
 from moe.routers import SoftConfig, TokenChoiceConfig
 from moe.tokenizers import END
 from moe.trace import _Operations
+from orchestrator.checkpoint.start import start_from
 from tests.moe.parity import one_rank
 from tests.moe.parts import randn
 from wings.image_text.presets import TWO_TOWERS
@@ -144,6 +148,17 @@ def test_a_classifier_is_the_start_of_the_image_tower() -> None:
     assert all(not name.startswith("image.") or "router" in name for name in plan.initial)
     own = shapes_of(towers.state_dict())
     assert {*plan_transfer(own, own, below).copied} == {*own}
+
+
+def test_trained_experts_become_those_of_a_tower_without_noise(tmp_path: Path) -> None:
+    """Noise is for copies of an MLP, which would stay equal."""
+    classifier, towers = replace(IMAGE, moe=SOFT).build(), TOWERS["image experts"].build()
+    save_file(classifier.state_dict(), tmp_path / "weights.safetensors")
+    start_from(towers, str(tmp_path / "weights.safetensors"), noise=0.5)
+    experts = {name: value for name, value in classifier.state_dict().items() if is_expert(name)}
+    assert len(experts) == 4
+    for name, value in experts.items():
+        assert torch.equal(towers.state_dict()[f"image.{name}"], value)
 
 
 def test_refuses() -> None:
