@@ -200,7 +200,7 @@ def follow(written: Iterator[Table], left: int) -> None:
         if now - printed > EVERY_S or images == left:
             printed, speed = now, images / (now - began)
             about = f", about {duration((left - images) / speed)} left" if images < left else ""
-            log.info("%s of %s images, %.0f/s%s", f"{images:,}", f"{left:,}", speed, about)
+            log.info("%s of %s images, %.1f/s%s", f"{images:,}", f"{left:,}", speed, about)
     if bad:
         names = "; ".join(bad[:NAMED]) + ("; .." if len(bad) > NAMED else "")
         log.info(
