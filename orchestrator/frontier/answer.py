@@ -10,6 +10,7 @@ by image, so fewer differences are significant than could be.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import numpy as np
 from scipy.special import stdtrit
@@ -276,7 +277,7 @@ def answer(points: Sequence[Point], bounds: Mapping[str, float], *, quality_name
     if not bounds:
         raise UsageError("give at least one bound, such as `max_ms` 5")
     for name, most in bounds.items():
-        if not isinstance(most, int | float) or not 0 < most < math.inf:
+        if not isinstance(most, Real) or not 0 < most < math.inf:
             raise UsageError(f"a bound of {name} must be a number above 0, got {most!r}")
     finished = [point for point in points if is_complete(point)]
     if not finished:
