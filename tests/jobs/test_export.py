@@ -446,3 +446,13 @@ def test_what_cannot_be_averaged(empty_home, call, tmp_path):
         stopped, said = call(*args)
         assert stopped.startswith(f"error: {message}")
         assert not said
+
+
+def test_a_card_has_no_figures_of_another_step(home, call, digits, tmp_path):
+    """The checkpoint of step 3 lies between the evaluations of steps 2 and 4."""
+    changes = {**CHANGES, "train.steps": 6, "checkpoint.every": 3, "data.path": digits, "storage": str(home)}
+    fit(override(RunConfig(), {**changes, "name": "odd"}), lambda step, metrics: None)
+    assert call("odd", "--step", "3", "--out", f"{tmp_path}/odd")[0] == ""
+    card = (tmp_path / "odd/README.md").read_text()
+    assert "Not measured at this step." in card
+    assert "val/acc1 |" not in card

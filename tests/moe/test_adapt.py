@@ -175,3 +175,10 @@ def test_plan_of_other_positions():
     assert plan.initial == {"position_SD": "(17, 8) in the checkpoint, (16, 8) in the model"}
     assert plan.unused == ("class_token_D",)
     assert plan_transfer(SHAPES, SHAPES | {"position_SD": (36, 16)}).converted == {}
+
+
+def test_the_first_rows_of_a_larger_head():
+    plan = plan_transfer({"head.weight": (3, 4)}, {"head.weight": (2, 4)}, rows=[0, 1])
+    assert plan.copied == ()
+    old = torch.arange(12).view(3, 4)
+    assert torch.equal(plan.converted["head.weight"].of(old), old[:2])

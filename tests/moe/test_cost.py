@@ -255,3 +255,18 @@ def test_macs_by_hand():
     assert macs["dispatch_combine"] == 2 * 16 * (2 * 4) * 32
     assert macs["router"] == 16 * 32 * 16  # which weighs all experts
     assert forward_gflops_2mac(soft, half) == pytest.approx(2e-9 * sum(macs.values()))
+
+
+def test_activations_of_a_shared_mlp():
+    config = vit_config(TopKConfig())
+    own, shared = (model_costs(vit_config(TopKConfig(), shared_dim=n)).activations for n in (None, 24))
+    more = 4 * 2 * config.tokens() * 24 * len(config.moe_blocks())  # before and after GELU, of 4 bytes
+    assert sum(shared.saved) - sum(own.saved) == more
+
+
+def test_measured_mixing_of_a_subset(monkeypatch):
+    """Of a model that does not answer its costs."""
+    monkeypatch.setattr(ViTConfig, "costs", lambda *_, **__: None)
+    config = vit_config(SoftConfig(slots_per_expert=2))
+    few, every = (model_costs(config, RoutingOverrides(experts=n)).macs for n in (1, None))
+    assert few["dispatch_combine"] == every["dispatch_combine"] / 4 > 0

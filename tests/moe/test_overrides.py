@@ -247,3 +247,8 @@ def test_a_seed_needs_a_number_of_experts():
     for experts in (None, (0, 1)):
         with pytest.raises(ValueError, match="subset_seed=0 draws a number of experts"):
             RoutingOverrides(experts=experts, subset_seed=0)
+
+
+def test_random_blocks_are_distinct():
+    with pytest.raises(ValueError, match=r"random_blocks must be distinct indices, got \(1, 1\)"):
+        RoutingOverrides(random_blocks=(1, 1))

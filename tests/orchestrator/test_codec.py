@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, strategies as st
 
+from moe.codec import from_dict
 from moe.config import Config
 from moe.layer import MoEConfig
 from moe.presets import PRESETS
@@ -265,3 +266,8 @@ def test_a_whole_group_and_its_fields_in_any_order():
     moe = override(RunConfig(), changes).model.moe
     assert moe is not None
     assert (moe.num_experts, moe.router) == (4, SoftConfig(slots_per_expert=2))
+
+
+def test_a_kind_that_is_none_is_left_out() -> None:
+    run = from_dict(RunConfig, {"data": {"augment": {"flip": "none", "shift": {}}}})
+    assert [member.kind for member in run.data.augment] == ["shift"]

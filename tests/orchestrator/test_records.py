@@ -156,3 +156,11 @@ def test_a_model_is_not_read_by_another_version_of_its_plugin(tmp_path: Path) ->
     load_plugins([own])
     with pytest.raises(UsageError, match=r"made with the plugin cosine.py .* is loaded: load that file"):
         read_run(written)
+
+
+def test_newer_places_come_first(tmp_path: Path) -> None:
+    for folder in ("was", "now"):
+        (tmp_path / folder).mkdir()
+    config = to_dict(override(RunConfig(), {"storage": str(tmp_path), "data.path": f"{tmp_path}/was"}))
+    newer = {"data": {"path": f"{tmp_path}/now"}}
+    assert Move(config).config(config, newer)["data"]["path"] == f"{tmp_path}/now"

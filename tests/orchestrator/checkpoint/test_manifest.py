@@ -1,6 +1,7 @@
 """Damage to any byte of a checkpoint is noticed and named, and the checkpoint before it is used."""
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -184,3 +185,11 @@ def test_names_of_steps(tmp_path):
         shutil.copytree(folder(tmp_path, 99_999_999), tmp_path / name)
     assert manifests.steps(str(tmp_path)) == [99_999_999, 100_000_000, 1_000_000_000]
     assert step_restored(tmp_path) == 1_000_000_000
+
+
+def test_a_quality_that_is_no_number_is_never_the_best(tmp_path):
+    checkpoints = Checkpoints(str(tmp_path), IN_STEP)
+    for step, quality in ((1, math.nan), (2, 0.5)):
+        save(checkpoints, step, quality=quality)
+    checkpoints.finish()
+    assert manifests.best_checkpoint(str(tmp_path)) == (2, 0.5)

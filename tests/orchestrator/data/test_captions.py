@@ -12,6 +12,7 @@ from orchestrator.data.parquet import Columns
 from orchestrator.errors import UsageError
 from orchestrator.packing import open_source
 from orchestrator.packing.samples import Sample, Source
+from orchestrator.packing.tars import index_tar
 from tests.orchestrator.data.images import everything, numbered, parquet, samples, tar, write
 
 COUNT = 8
@@ -238,3 +239,15 @@ def test_own_source(tmp_path: Path) -> None:
     assert all(isinstance(s, Sample) and s.fields["text"] == b"a cat" for s in source.splits["train"])
     with pytest.raises(UsageError, match=r"a sample has no captions; give each fields="):
         open_source(f"{tmp_path}/own.py:some", captions=True)
+
+
+def test_json_captions_that_are_a_link(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as file:
+        info = tarfile.TarInfo("0001.png")
+        info.size = len(numbered(1))
+        file.addfile(info, io.BytesIO(numbered(1)))
+        link = tarfile.TarInfo("0001.json")
+        link.type, link.linkname = tarfile.SYMTYPE, "0000.json"
+        file.addfile(link)
+    part = index_tar(f"{tmp_path}/0.tar", captions=True)
+    assert part.skipped == [f"{tmp_path}/0.tar: 0001: .json is a symbolic link to 0000.json"]

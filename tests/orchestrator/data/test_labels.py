@@ -26,6 +26,7 @@ from orchestrator.errors import UsageError
 from orchestrator.packing import open_source, pack as packing
 from orchestrator.packing.in_place import index_external_shards, index_file
 from orchestrator.packing.labels import (
+    MAX_CLASSES,
     MAX_LABELS,
     Labels,
     class_numbers,
@@ -442,3 +443,15 @@ def test_names_in_one_of_several_files(tmp_path: Path) -> None:
     parquet(tmp_path / "a.parquet", hot([n % 3 for n in range(9)]))
     parquet(tmp_path / "b.parquet", hot([n % 3 for n in range(9)]), names=NAMES)
     assert open_source(f"parquet:{tmp_path}").classes == tuple(NAMES)
+
+
+def test_names_that_are_joined_by_semicolons() -> None:
+    assert notes_on_classes(["a;b", "a", "b"], 0) == [
+        "'a;b' is one class, not the classes that it names: list them, one in a row"
+    ]
+
+
+def test_a_label_beyond_all_classes() -> None:
+    message = f"label {MAX_CLASSES} of 1.png: classes are numbered 0 to {MAX_CLASSES - 1}"
+    with pytest.raises(UsageError, match=message):
+        class_numbers({MAX_CLASSES: "1.png"})

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from orchestrator import storage
@@ -11,6 +12,7 @@ from orchestrator.data.parquet import Columns
 from orchestrator.data.text import TEXT
 from orchestrator.errors import UsageError
 from orchestrator.packing import open_source
+from orchestrator.packing.litdata import DECODERS
 from orchestrator.packing.record_shards import decompress
 from tests.orchestrator.data.images import everything
 from tests.orchestrator.data.record_sets import ROWS, WORDS, check_pixels, extracted, images, in_order
@@ -194,3 +196,8 @@ def test_damage_of_arrow_files_does_not_crash(root: Path, tmp_path: Path) -> Non
             refused.add(str(error))
     assert len(refused) > 5
     assert all(str(chunk) in message for message in refused)
+
+
+def test_a_list_of_floats() -> None:
+    content = b"\3" + (2).to_bytes(4, "little") + np.array([0.0, 1.0], "<f8").tobytes()
+    assert DECODERS["json"](content) == [0.0, 1.0]

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.manifest import Manifest, check_shards, locate, open_manifest, save_manifest
+from orchestrator.data.manifest import (
+    Manifest,
+    check_shards,
+    class_counts,
+    locate,
+    open_manifest,
+    save_manifest,
+)
 from orchestrator.errors import UsageError
 from orchestrator.packing.pack import Sample, write_shards
 from tests.orchestrator.buckets import Bucket
@@ -109,3 +116,19 @@ def test_names_outside_of_the_folder(pack_greys: Pack, tmp_path: Path) -> None:
         save_manifest(str(tmp_path / "other"), other)
         with pytest.raises(UsageError, match=r"manifest\.json names a file outside of its folder"):
             open_manifest(str(tmp_path / "other"))
+
+
+def test_an_index_that_is_damaged_or_missing(pack_greys: Pack) -> None:
+    path, manifest = pack_greys(train=4)
+    index = Path(path, "train.index")
+    content = bytearray(index.read_bytes())
+    content[-1] ^= 1
+    index.write_bytes(content)
+    message = f"{index} changed since it was packed"
+    with pytest.raises(UsageError, match=message):
+        class_counts(path, "train")
+    with pytest.raises(UsageError, match=message):
+        check_shards(path, manifest, verify=True)
+    index.unlink()
+    with pytest.raises(UsageError, match=f"{index} is missing"):
+        check_shards(path, manifest)

@@ -135,3 +135,12 @@ def test_it_stays_with_the_data_and_the_model(tmp_path: Path) -> None:
         assert read_model(str(tmp_path / location)).preparation == Preparation(white=3300)
     shutil.rmtree(tmp_path / "out")  # an exported file needs no data
     assert read_model(str(tmp_path / "model.safetensors")).preparation == Preparation(white=3300)
+
+
+def test_alpha_of_grey_is_not_scaled_by_the_white() -> None:
+    clear = OPAQUE.copy()
+    clear[0, 0] = 6000  # above the white, and yet nearly transparent
+    image = png_of_16_bits(np.stack([VALUES, clear], 2))
+    found = decode(Preparation(white=3300, background="white").prepare(image))
+    assert found[:, 0, 0].tolist() == [232, 232, 232]
+    assert found[:, 0, 1].tolist() == [23, 23, 23]

@@ -93,3 +93,10 @@ def test_validation_that_cannot_be_learned_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"1 classes without training images \(b\)"):
         pack(str(tmp_path / "own"), Source(classes=("a", "b"), splits=splits, fetch=iter))
     assert write_shards(str(tmp_path / "own"), "ab", splits).classes == ("a", "b")
+
+
+def test_the_page_has_width_by_height_and_escapes_what_is_left_out(tmp_path: Path) -> None:
+    packed(tmp_path, pets() | {"cat/<b>.xml": b"-"}).save(str(tmp_path / "out"))
+    page = (tmp_path / "out/report.html").read_text()
+    assert "of 5 x 4 pixels (medians)" in page
+    assert "cat/&lt;b&gt;.xml" in page

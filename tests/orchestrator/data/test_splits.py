@@ -8,7 +8,7 @@ import pytest
 from orchestrator.data.parquet import Columns
 from orchestrator.errors import UsageError
 from orchestrator.packing import open_source
-from orchestrator.packing.splits import split_named, splits_in, splits_of
+from orchestrator.packing.splits import split_named, splits_in, splits_of, splits_of_rows
 from tests.orchestrator.data.images import everything, numbered, parquet, tar, write
 
 WORDS = {
@@ -218,3 +218,8 @@ NOTED = {  # folders -> what is said of them
 def test_folders_that_may_be_no_classes(folders: str, tmp_path: Path) -> None:
     write(tmp_path, {f"{folder}/{n}.png": numbered(n) for folder in folders.split() for n in range(4)})
     assert any(NOTED[folders] in note for note in open_source(f"folder:{tmp_path}").notes)
+
+
+def test_a_column_of_splits_in_capitals_with_a_strange_word() -> None:
+    _, doubt = splits_of_rows("Split", ["train", "val", "holdout"])
+    assert "'holdout' is none" in doubt

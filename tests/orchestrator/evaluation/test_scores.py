@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from math import exp, log
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +11,13 @@ import torch
 from moe.models.vit import ViT
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
+from moe.routers import ExpertChoiceConfig
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.errors import UsageError
+from orchestrator.evaluation import scores
 from orchestrator.evaluation.scores import Scores, evaluate_at
 from orchestrator.tasks import ClassificationConfig
+from tests.moe.parts import vit_config
 from tests.orchestrator.training.batches import make_batch, with_fields
 
 
@@ -106,3 +111,10 @@ def test_outputs_that_are_not_finite_are_no_scores(number: float):
     with pytest.raises(UsageError, match="not finite for 2 of 3 images"):
         scored(logits, labels, torch.tensor([1.0, 1, 1, 0])).of_all_ranks()
     assert scored(logits, labels, torch.tensor([1.0, 0, 0, 1])).of_all_ranks().images() == 2
+
+
+def test_drawn_experts_of_a_later_rank_in_groups_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "first_row", lambda images: images)
+    model: Any = SimpleNamespace(config=vit_config(ExpertChoiceConfig(), images_per_group=2))
+    point = RoutingOverrides(experts=2, subset_seed=3, images_per_group=1)
+    assert scores.on_this_rank(point, model, 8).first_group == 8

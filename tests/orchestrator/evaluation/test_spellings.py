@@ -77,3 +77,10 @@ def test_labels_become_outputs() -> None:
     (found,) = relabelled([batch], (5, 3, 9))
     assert found["label"].tolist() == [[5, -1], [9, 3]]
     assert next(relabelled([batch], None)) is batch
+
+
+def test_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """As Excel writes it."""
+    file = tmp_path / "names.csv"
+    file.write_text("cat,Katze\ndog,Hund\n", encoding="utf-8-sig")
+    assert found(("cat", "dog"), ("Hund", "Katze"), tmp_path / "a", str(file)) == (1, 0)

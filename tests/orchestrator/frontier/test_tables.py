@@ -93,3 +93,15 @@ def test_bits_have_their_error() -> None:
     assert r"& $2.000 \pm 0.006$ &" in text
     assert "accuracy" not in text
     assert r"\%" not in text
+
+
+def test_a_baseline_has_the_error_of_its_images() -> None:
+    frontier = Frontier(
+        name="s",
+        cost_name="cost/train_flops_6mac",
+        quality_name="val/acc1",
+        points=(replace(ARM, images=367),),
+        reference={"cost/train_flops_6mac": 1e12, "val/acc1": 0.1},
+        baselines={"linear": 0.3},
+    )
+    assert r"linear & $30.0 \pm 2.4$ & -- \\" in latex(frontier)

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -60,3 +61,11 @@ def test_another_thread_changes_no_handler() -> None:
     thread.start()
     thread.join()
     assert found == [signal.default_int_handler]
+
+
+def test_a_request_ends_with_its_block() -> None:
+    """The same process, as a notebook, may train again."""
+    with notice.saving(), notice.on_request(lambda: True, 0.01):
+        while not notice.given():
+            time.sleep(0.01)
+    assert not notice.given()

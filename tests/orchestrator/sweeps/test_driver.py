@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import ray
@@ -23,6 +23,7 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.planning.preflight import check_sweep, unfit
+from orchestrator.runs.measurements import measurements, write_measurement
 from orchestrator.runs.run_directory import Result, RunDir
 from orchestrator.runs.sweep_directory import SweepDir
 from orchestrator.sweeps import driver
@@ -410,3 +411,34 @@ def test_what_is_no_sweep(digits: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing to resume"):
         train(run, mode="resume", progress=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_arm_that_was_added_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = Sweep(base=run_at(tmp_path, "s"), arms={"a": {}, "b": {"train.lr": 0.5}})
+    end_sweep(sweep, {"a": 0.5, "b": 0.6})
+    of = {arm: RunDir.of(run).path for arm, run in sweep.runs().items()}
+    write_measurement(of["a"], {"cost/made": 1.0})
+    made: Any = SimpleNamespace(kind="cost/made", of_models=lambda models: [2.0 for _ in models])
+    monkeypatch.setattr(driver, "read_model", lambda location: location)
+    driver.measure_costs(sweep.trials().values(), made)
+    assert [each.metrics["cost/made"] for each in measurements(of["b"])] == [2.0]
+
+
+def test_a_continued_sweep_has_the_labels_of_now(tmp_path: Path, digits: str) -> None:
+    sweep = Sweep(base=override(run_at(tmp_path, "s"), {"data.path": digits}), arms={"a": {}})
+    for team in ("a", "b"):
+        assert acquire_sweep_dir(sweep, resume=False, labels={"team": team}).labels == {"team": team}
+
+
+@pytest.mark.parametrize(("spent_s", "times"), [(1e3, 0), (1e4, 1)])
+def test_measuring_may_take_a_tenth_of_the_sweep(
+    spent_s: float, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, sweep = [], Sweep(base=run_at(tmp_path, "s"), arms={"a": {}})
+    states = {t.name: SimpleNamespace(trial=t) for t in sweep.trials().values()}
+    run: Any = SimpleNamespace(sweep=sweep, trials_left=lambda: 0, queue=SimpleNamespace(states=states))
+    run.budget, run.watch = SimpleNamespace(spent_s=spent_s), SimpleNamespace(say=print)
+    monkeypatch.setattr(driver, "estimated_s", lambda arms: 600.0)
+    monkeypatch.setattr(driver, "complete_measurement", lambda *_, **options: found.append(1))
+    driver.measure_inference(run, SweepOptions(measure="auto"))
+    assert len(found) == times

@@ -145,3 +145,10 @@ def test_a_trial_that_goes_on_after_a_pause_begins_anew(clock, capsys):
         "        a                  step 30/50, 100 images/s",
         "        a                  step 80/100, 100 images/s",
     ]
+
+
+def test_a_retrained_arm_is_not_counted(capsys):
+    shown = SweepProgress(Sweep(base=RunConfig(), arms={}))
+    with shown:
+        shown.ended("confirm/a", "no place")
+    assert capsys.readouterr().out == "        confirm/a          failed: no place\n"

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.costs import computed
-from orchestrator.runs.run_directory import RunDir
+from orchestrator.runs.run_directory import Result, RunDir
 from orchestrator.sweeps import run as run_module
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.build import sweep_frontier
@@ -79,3 +79,25 @@ def test_seeds_and_arms_that_are_added_to_a_search_are_on_its_frontier(
     assert frontier.bound[0] == reference == pytest.approx(1.1 * highest), "of the space, not of the draws"
     search(replace(sweep, seeds=(0, 1), arms={"named": {"model.width": 48}}), 3)
     assert trained[6:] == ["named-seed0", "named-seed1"]
+
+
+@pytest.fixture
+def two_seeds(tmp_path: Path, digits: str) -> SweepRun:
+    fields = {"name": "s", "data.path": digits, "storage": str(tmp_path)}
+    sweep = Sweep(base=override(RunConfig(), fields), arms={"a": {}}, seeds=(0, 1))
+    return SweepRun(sweep, BudgetTracker(Budget(), RunDir.of(sweep.base).path), RunToCompletion())
+
+
+def test_what_is_left_is_shared_by_the_devices(two_seeds: SweepRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_seeds.budget, "can_estimate", lambda: True)
+    monkeypatch.setattr(two_seeds.budget, "remaining_s", lambda states: 100.0)
+    for state in two_seeds.queue.states.values():
+        state.running = True
+    assert two_seeds.snapshot().left_s == 50
+
+
+def test_a_search_learns_no_quality_of_an_arm_with_a_failed_seed(two_seeds: SweepRun) -> None:
+    states = two_seeds.queue.states
+    states["a-seed0"].outcome = Result(status="finished", step=3, metrics={"val/acc1": 0.5})
+    states["a-seed1"].outcome = "out of memory"
+    assert two_seeds._values("a") == (None, 0.0)

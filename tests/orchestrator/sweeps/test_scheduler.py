@@ -100,3 +100,15 @@ def test_known_results_are_not_trained_again(tmp_path: Path) -> None:
     assert scheduler.spent == 0
     assert len(results) == 2
     assert not list(tmp_path.glob("good0-*"))
+
+
+def test_what_tune_reserves_is_added_to_the_need() -> None:
+    scheduler = FrontierScheduler(
+        cost=lambda config: 1.0,
+        steps=lambda config: 3,
+        metric="quality",
+        need=lambda _: {"CPU": 2, "GPU": 1},
+    )
+    placed = tune.PlacementGroupFactory([{"CPU": 1}])
+    trial: Any = SimpleNamespace(trial_id="t", config={}, placement_group_factory=placed)
+    assert scheduler._new_state(trial).need == {"CPU": 3, "GPU": 1}

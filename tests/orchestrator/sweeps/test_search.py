@@ -337,3 +337,11 @@ def test_a_space_that_cannot_go_on_is_refused_at_once(own: Space, message: str) 
     ):
         with pytest.raises(UsageError, match=f"the space cannot be continued after a stop.*{message}"):
             refuse()
+
+
+def test_a_restored_search_does_not_draw_its_arms_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = search("random", count=10), search("random", count=10)
+    drawn = [trial for _ in range(5) if (trial := before.next())]
+    after.restore([(t.name, t.changes, *outcome(override(BASE, t.changes))) for t in drawn])
+    monkeypatch.setattr(after, "_neighbour", lambda params: pytest.fail("it draws known arms again"))
+    assert len(finish(after)) == 5

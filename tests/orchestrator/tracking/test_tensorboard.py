@@ -13,6 +13,7 @@ from orchestrator import storage
 from orchestrator.runs.measurements import write_measurement
 from orchestrator.runs.metrics_file import MetricsWriter
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking import tensorboard
 from orchestrator.tracking.base import TrackerConfig
 from orchestrator.tracking.projection import Scalar
 from orchestrator.tracking.tensorboard import FOLDER, EventFiles, TensorBoardConfig, events, read_events
@@ -105,3 +106,13 @@ def test_a_new_process_knows_it() -> None:
     program = "from orchestrator import TrackerConfig; print(*TrackerConfig.kinds)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["tensorboard"]
+
+
+def test_a_clock_that_was_set_back_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_at(tmp_path, "back")
+    directory = begin(run)
+    for step, now in ((1, 2 * 10**18), (2, 10**18), (3, 3 * 10**18)):
+        monkeypatch.setattr(tensorboard.time, "time_ns", lambda now=now: now)
+        report(run, {step: {"train/loss": float(step)}})
+        assert EventFiles(directory).update(live=True) == []
+    assert sorted(written(directory)["train/loss"]) == [(8, 1.0), (16, 2.0), (24, 3.0)]

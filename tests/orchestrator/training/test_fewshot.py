@@ -17,6 +17,7 @@ from orchestrator.packing.pack import Sample, write_shards
 from orchestrator.planning.preflight import check_metrics
 from orchestrator.runs.run_directory import RunDir
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.training import fewshot
 from orchestrator.training.fewshot import (
     BIAS,
     STRENGTHS,
@@ -243,3 +244,9 @@ def write_inverted(path: str, to: str) -> None:
             for k, (i, n) in enumerate(zip(images, batch["label"][:, 0], strict=True))
         ]
     write_shards(to, map(str, range(10)), splits)
+
+
+def test_a_class_without_training_images_is_not_rare(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fewshot, "all_labels", lambda stream: np.array([0, 0, 2]))
+    found = rare_classes(run, 2)
+    assert found.startswith("1 of 2 classes have fewer than 2 training images, the rarest 1:")

@@ -329,3 +329,12 @@ def test_as_many_workers_as_are_available_and_allowed(available, chosen, monkeyp
     monkeypatch.setattr(elastic, "can_schedule", lambda run, within_s: run.scale.workers <= available)
     found = largest_schedulable(eight_workers(**{"scale.min_workers": 2}))
     assert (found and found.scale.workers) == chosen
+
+
+def test_fewer_workers_read_the_same_lanes():
+    """By default twelve workers have 12 lanes, and four would have 16."""
+    wide = {"model.width": 48, "model.mlp_dim": 192, "model.moe.num_experts": 12}
+    run = eight_workers(**wide, **{"data.batch_size": 96, "scale.workers": 12})
+    small = resize(run, 4)
+    assert small
+    assert small.lane_count() == run.lane_count() == 12

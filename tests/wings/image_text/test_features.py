@@ -149,9 +149,10 @@ def test_other_images_weights_and_precision_have_others(
     for name, changes in {
         "square": {"data.eval_crop": 1.0},
         "seeded": {"train.init_without": "image.blocks.0"},
+        "narrow": {"train.compute_dtype": "bfloat16"},
     }.items():
         trained(override(replace(lit, name=name), changes))
-    assert len(counts) == 3 * whole
+    assert len(counts) == 4 * whole
 
 
 def test_other_buffers_have_others(lit: RunConfig) -> None:

@@ -3,10 +3,12 @@
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from moe.layer import MoEConfig
 from moe.overrides import AS_TRAINED
@@ -152,3 +154,11 @@ def test_prefixes_tell_a_model_that_sees_the_future(router: str) -> None:
     found = NextTokenConfig().of_model(model, random_batch(valid=6), AS_TRAINED)
     gap = abs(found["prefix_bits_per_byte"] - found["whole_bits_per_byte"])
     assert gap > 1e-3 if router == "soft" else gap < 1e-5
+
+
+def test_prefixes_tell_a_model_that_sees_the_next_byte() -> None:
+    def peeks(inputs: Any, valid: Any, routing_overrides: Any) -> Any:
+        return SimpleNamespace(heads={"next_byte": 20.0 * F.one_hot(inputs.roll(-1, 1).long(), 256)})
+
+    found = NextTokenConfig().of_model(peeks, random_batch(), AS_TRAINED)  # pyright: ignore[reportArgumentType]
+    assert found["prefix_bits_per_byte"] > 2 * found["whole_bits_per_byte"]

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.wings.weights.foreign_files import (
     imported,
 )
 from wings.weights import import_once, plan_import, write_import
+from wings.weights.torchvision import KIND
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 BARE = str(GOLDENS / "timm_deit3" / "model.safetensors")
@@ -247,3 +249,8 @@ def test_groups_of_images_need_no_batch_of_training(group: int, tmp_path: Path) 
     changes = {"model.moe.images_per_group": group, "model.moe.router.kind": "expert_choice"}
     imported(GOLDENS / "vmoe/vmoe", tmp_path / "out", **changes)
     assert load(tmp_path / "out").config.moe.images_per_group == group
+
+
+def test_the_crop_of_torchvisions_large_model() -> None:
+    opened: Any = SimpleNamespace(tensors={"conv_proj.weight": SimpleNamespace(shape=(1024, 3, 16, 16))})
+    assert KIND.read(opened)[2].evaluation["eval_crop"] == 224 / 242
