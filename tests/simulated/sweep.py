@@ -36,7 +36,7 @@ from orchestrator.sweeps.driver import SweepOptions
 from orchestrator.sweeps.engine import RESTARTS
 from orchestrator.sweeps.queue import Job, TrialQueue
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.tracking import base
+from orchestrator.tracking import base, sync
 from orchestrator.tracking.base import unsent
 from orchestrator.tracking.find import KEY, record_of
 from orchestrator.tracking.lost import set_right
@@ -162,7 +162,7 @@ class Simulation:
         trial = RunDir.of(self.sweep.runs()["a"]).path
         if not measurements(trial):
             write_measurement(trial, {"eval/digits/acc1": 0.25})
-        publish.send(self.directory, self.tracking, only={trial})
+        sync.send(self.directory, self.tracking, only={trial})
 
     def _tick(self) -> None:
         """Lets the driver do what it does every few seconds."""
