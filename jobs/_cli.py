@@ -13,7 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -377,5 +377,6 @@ def check_out(out: str, *, own: Iterable[str], apart: Iterable[str] = ()) -> Non
         raise UsageError(f"--out {out} holds other files ({listed}): choose a new or an empty folder")
     made = storage.is_local(out) and not os.path.exists(out)
     check_writable("--out", out)
-    if made:
-        os.rmdir(out)  # a command that fails leaves no empty folder
+    if made:  # a command that fails leaves no empty folder
+        with suppress(OSError):  # another has begun to write there meanwhile
+            os.rmdir(out)

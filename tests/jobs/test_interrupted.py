@@ -221,7 +221,7 @@ def test_a_run_saves_and_continues_without_repeating_a_step(sent, workers, tmp_p
     "way",
     [
         pytest.param("terminal", marks=pytest.mark.smoke),
-        # What it asks is a notice: `test_housekeeping`.
+        # The fast lane has the request, which is a notice as a signal is (`test_housekeeping`).
         pytest.param("stop", marks=pytest.mark.slow),
         pytest.param("button", marks=pytest.mark.slow),
     ],

@@ -20,7 +20,7 @@ def column_error(plan_GSE: Tensor, valid_GS: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("S", "E", "scale"), [(16, 4, 1.0), (9, 5, 3.0), (4, 7, 2.0), (60, 6, 5.0)])
 def test_pot(S, E, scale):
-    import ot  # which loads for a second
+    import ot  # it takes a second to load
 
     logits = logits_of(1, S, E, scale=scale)
     plan, residual = sinkhorn_plan(logits, torch.ones(1, S), 2000)

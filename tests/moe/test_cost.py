@@ -265,7 +265,7 @@ def test_activations_of_a_shared_mlp():
 
 
 def test_measured_mixing_of_a_subset(monkeypatch):
-    """Of a model that does not answer its costs."""
+    """The model does not answer its costs, so they are measured."""
     monkeypatch.setattr(ViTConfig, "costs", lambda *_, **__: None)
     config = vit_config(SoftConfig(slots_per_expert=2))
     few, every = (model_costs(config, RoutingOverrides(experts=n)).macs for n in (1, None))

@@ -54,7 +54,7 @@ def test_parts_come_in_any_order() -> None:
 
 
 def test_keys_that_begin_anew_in_each_part_are_not_one_sample() -> None:
-    """Else all samples of a key would go to one split."""
+    """Otherwise all samples of a key would go to one split."""
     names = [f"{n:03}" for n in range(100)]
     table = Table([part(name, 0, 1, 0) for name in names], dict.fromkeys(names), 0.3)
     assert 0.2 < table.is_val.mean() < 0.4

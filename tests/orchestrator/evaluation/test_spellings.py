@@ -80,7 +80,7 @@ def test_labels_become_outputs() -> None:
 
 
 def test_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
-    """As Excel writes it."""
+    """Excel writes one."""
     file = tmp_path / "names.csv"
     file.write_text("cat,Katze\ndog,Hund\n", encoding="utf-8-sig")
     assert found(("cat", "dog"), ("Hund", "Katze"), tmp_path / "a", str(file)) == (1, 0)

@@ -163,7 +163,7 @@ def test_who_lost_the_lease_stops_and_writes_nothing(
 
 
 def test_who_lost_a_lease_may_write_once_it_has_another(directory: str) -> None:
-    """As a notebook that goes on."""
+    """A notebook goes on in the process that lost it."""
     storage.refuse_writes(directory)
     with locked(directory):
         storage.write_bytes(f"{directory}/x", b"")

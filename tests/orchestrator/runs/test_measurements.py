@@ -55,7 +55,7 @@ def test_none_is_replaced_and_a_broken_one_is_none(tmp_path: Path) -> None:
 
 
 def test_they_come_in_the_order_of_their_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a second too."""
+    """They do so within a second, too."""
     times = [1e9 + 0.000005, 1e9 + 0.5]
     for now in times:
         monkeypatch.setattr(records.time, "time", lambda now=now: now)

@@ -64,7 +64,7 @@ def test_another_thread_changes_no_handler() -> None:
 
 
 def test_a_request_ends_with_its_block() -> None:
-    """The same process, as a notebook, may train again."""
+    """A notebook trains again in the same process."""
     with notice.saving(), notice.on_request(lambda: True, 0.01):
         while not notice.given():
             time.sleep(0.01)

@@ -54,7 +54,7 @@ def months_in(directory: str) -> dict[str, dict[str, float]]:
 
 
 def test_months_are_those_of_utc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the machine is."""
+    """They are the same on every machine."""
     monkeypatch.setenv("TZ", "Pacific/Kiritimati")  # 14 hours ahead
     time.tzset()
     try:

@@ -332,7 +332,7 @@ def test_as_many_workers_as_are_available_and_allowed(available, chosen, monkeyp
 
 
 def test_fewer_workers_read_the_same_lanes():
-    """By default twelve workers have 12 lanes, and four would have 16."""
+    """Twelve workers have 12 lanes by default, where four would have 16."""
     wide = {"model.width": 48, "model.mlp_dim": 192, "model.moe.num_experts": 12}
     run = eight_workers(**wide, **{"data.batch_size": 96, "scale.workers": 12})
     small = resize(run, 4)
