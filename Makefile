@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PORT ?= 5000
 export MOE_FRONTIER_HOME ?= $(CURDIR)/runs
+INSTALL := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 export MLFLOW_DISABLE_TELEMETRY ?= true
 export RAY_USAGE_STATS_ENABLED ?= 0
@@ -15,7 +16,8 @@ setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	@echo "installing into .venv: about 7 GB, some minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt uv
+	$(INSTALL) '.[dev]' || $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'  # a mirror in pip.conf
 	touch $@
 
 sweep: setup  ## train the arms of the sweep `quickstart`, write its frontier
@@ -45,14 +47,14 @@ cluster-local-stop:
 	cluster/local.sh stop
 
 bench: setup
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	$(INSTALL) '.[dev,bench]'
 	$(BIN)/python bench/layers.py
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/stopping.py
 	$(BIN)/python bench/control_plane.py
 
 docs: setup  ## these pages as a site, with a reference that is made from the code: site/index.html
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(INSTALL) '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site --bind 127.0.0.1 8000"
 
