@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+from _pytest.logging import LogCaptureHandler, caplog_handler_key, catching_logs
 from xdist.remote import Producer
 from xdist.scheduler.loadfile import LoadFileScheduling
 
@@ -134,6 +135,17 @@ def poisoned() -> None:
 
     poison_memory()
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]:
+    """Pytest's own, without its plugin, which puts handlers on all loggers of all libraries at each phase of each
+    test: half the time of a small one."""
+    with catching_logs(LogCaptureHandler()) as handler:
+        request.node.stash[caplog_handler_key] = handler
+        log = pytest.LogCaptureFixture(request.node, _ispytest=True)
+        yield log
+        log._finalize()
 
 
 @pytest.fixture(scope="session")
