@@ -20,13 +20,21 @@ def to_dict(config: Any) -> Any:
         return [to_dict(entry) for entry in config]
     if not is_dataclass(config):
         return config
-    return {name: to_dict(getattr(config, name)) for name in hints_of(type(config))}
+    return {name: to_dict(value) for name, value in fields_of(config).items()}
+
+
+def fields_of(config: Any) -> Any:
+    """Returns the fields of a config, with configs in them as they are; another value as it is."""
+    if not is_dataclass(config):
+        return config
+    return {name: getattr(config, name) for name in hints_of(type(config))}
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
     """Rebuilds a config, which checks itself: of `cls`, or of the kind that `data` names if that is a family.
 
-    A list stands for a tuple, and text is read as the type of its field, as a command line has it.
+    A list stands for a tuple, and text is read as the type of its field, as a command line has it. A field may
+    have its config already.
 
     Raises ValueError for an unknown field or kind, with those that exist, and for a value that is refused.
     """
@@ -146,6 +154,8 @@ def _groups_of(cls: type) -> tuple[frozenset[str], frozenset[str]]:
 def _group(hint: Any, value: Any, path: str) -> Any:
     if NoneType in get_args(hint) and value in (None, *NO_VALUE):
         return None
+    if isinstance(value, tuple(dataclasses_of(hint))):
+        return value
     if not isinstance(value, Mapping):
         kinds = _by_kind(tuple(dataclasses_of(hint)))
         way_out = f"; set {path}.kind to {' or '.join(kinds)}" if kinds else ""
@@ -154,7 +164,9 @@ def _group(hint: Any, value: Any, path: str) -> Any:
 
 
 def _tuple(hint: Any, value: Any, path: str) -> tuple[Any, ...]:
-    entry = get_args(hint)[0]
+    entry, entries = get_args(hint)[0], tuple(entries_of(hint))
+    if isinstance(value, tuple) and all(isinstance(each, entries) for each in value):
+        return value
     return tuple(
         _built(member_of(entry, {"kind": kind}, path), fields, f"{path}.{kind}.")
         for kind, fields in by_kind(hint, value, path).items()

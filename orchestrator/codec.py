@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from moe import codec
-from moe.codec import by_kind, dataclasses_of, entries_of, hints_of, member_of, to_dict
+from moe.codec import by_kind, dataclasses_of, entries_of, fields_of, hints_of, member_of, to_dict
 from moe.config import did_you_mean
 from orchestrator.errors import UsageError
 from orchestrator.plugins import check_loaded
@@ -52,7 +52,7 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
     Raises:
         UsageError: as `read_config`.
     """
-    tree, was = to_dict(config), to_dict(config)
+    tree = fields_of(config)
     for path, value in sorted(changes.items(), key=_parents_and_kinds_first):
         node, cls, (*parents, leaf) = tree, type(config), path.split(".")
         for depth, name in enumerate(parents, start=1):
@@ -65,17 +65,18 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
             hint = known[name]
             if entries_of(hint):
                 # The names below a tuple are the kinds of its entries.
-                node[name], cls = by_kind(hint, node[name], here), hint
+                node[name], cls = by_kind(hint, to_dict(node[name]), here), hint
                 node = node[name]
                 continue
-            node = node[name]
+            node[name] = node = fields_of(node[name])
             if not isinstance(node, dict):
                 raise UsageError(f"{here} is a value, not a group: {path} does not exist")
             cls = member_of(hint, node, here)
         if leaf == "kind" and node.get("kind") != value:
             node.clear()
         node[leaf] = value
-    return config if tree == was else read_config(type(config), tree)
+    found = read_config(type(config), tree)  # what is not changed stays the same object
+    return config if found == config else found
 
 
 def differences(old: Any, new: Any) -> dict[str, Any]:
