@@ -52,7 +52,7 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
     Raises:
         UsageError: as `read_config`.
     """
-    tree = fields_of(config)
+    tree, same = fields_of(config), True
     for path, value in sorted(changes.items(), key=_parents_and_kinds_first):
         node, cls, (*parents, leaf) = tree, type(config), path.split(".")
         for depth, name in enumerate(parents, start=1):
@@ -61,7 +61,7 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
                 near = did_you_mean(name, known)
                 raise UsageError(f"unknown field {here}; there is: {', '.join(known)}{near}")
             if node.get(name) is None:
-                node[name] = _default(cls, name)
+                node[name], same = _default(cls, name), False
             hint = known[name]
             if entries_of(hint):
                 # The names below a tuple are the kinds of its entries.
@@ -74,9 +74,9 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
             cls = member_of(hint, node, here)
         if leaf == "kind" and node.get("kind") != value:
             node.clear()
+        same = same and leaf in node and to_dict(node[leaf]) == value
         node[leaf] = value
-    found = read_config(type(config), tree)  # what is not changed stays the same object
-    return config if found == config else found
+    return config if same else read_config(type(config), tree)  # What is not changed is not built again.
 
 
 def differences(old: Any, new: Any) -> dict[str, Any]:
