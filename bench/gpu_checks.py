@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import ExpertChoiceConfig, MixtureConfig, MoEConfig, SoftConfig, TokenChoiceConfig, TopKConfig
 from moe.config import members
+from moe.layout import ParallelConfig
 from moe.models.vit import ViT, ViTConfig
-from moe.parallel import ParallelConfig, accumulate, build_whole, update
+from moe.parallel import accumulate, build_whole, update
 from moe.presets import VITS
 from moe.routers import RouterConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig

@@ -25,7 +25,8 @@ from moe.cost import (
     train_flops_6mac,
 )
 from moe.experts import Experts
-from moe.parallel import ParallelConfig, build_whole
+from moe.layout import ParallelConfig
+from moe.parallel import build_whole
 from moe.presets import VITS
 from moe.routers import RouterConfig
 

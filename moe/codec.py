@@ -33,8 +33,8 @@ def fields_of(config: Any) -> Any:
 def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
     """Rebuilds a config, which checks itself: of `cls`, or of the kind that `data` names if that is a family.
 
-    A list stands for a tuple, and text is read as the type of its field, as a command line has it. A field may
-    have its config already.
+    A list stands for a tuple, and text is read as the type of its field, as a command line has it. A config
+    may stand for its fields.
 
     Raises ValueError for an unknown field or kind, with those that exist, and for a value that is refused.
     """

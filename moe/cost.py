@@ -14,7 +14,6 @@ import torch
 from moe.experts import is_expert
 from moe.model import Activations, Costs, ModelConfig, unit_shapes
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.trace import trace
 
 
 def model_costs(
@@ -31,7 +30,9 @@ def model_costs(
     """
     if known := config.costs(overrides, number=number, frozen=frozen):
         return known
-    macs, largest, (saved, stream, widest) = trace(config.at_point(overrides))
+    import moe.trace as measured  # which loads torch's formulas
+
+    macs, largest, (saved, stream, widest) = measured.trace(config.at_point(overrides))
     macs, part = dict(macs), number / 4
     if config.moe:
         # With a subset of experts only their slots are mixed and computed (`experts.run_chosen`).

@@ -10,7 +10,7 @@ ep times too large.
 """
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,37 +29,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
-from moe.config import Config, PositiveInt
-from moe.cost import param_shapes
 from moe.expert_parallel import ExpertParallel
-from moe.experts import is_expert
 from moe.init import Region, init_weights
+from moe.layout import ParallelConfig, check_layout
 from moe.model import Model, ModelConfig, find_moe_layers
 from moe.precision import compute_in, refresh
 
 GRAPHS = 64  # of a block's code that torch.compile keeps
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig(Config):
-    """Options that change what a step costs, and no result beyond rounding.
-
-    Attributes:
-        dp_replicate: number of copies of the sharded model (HSDP). Weights are gathered within a copy,
-            gradients are summed over the copies too. It must divide dp.
-        reshard_after_forward: gather weights again for the backward pass (less memory) instead of keeping
-            them from the forward pass (less traffic).
-        activation_checkpointing: recompute each block in the backward pass instead of storing activations.
-        compile: torch.compile every block. On several ranks FSDP's hooks break the graph where a MoE block
-            calls its experts, and under bfloat16 where it calls its router.
-        overlap_chunks: number of pieces in which rows are sent to experts, to overlap with computation.
-    """
-
-    dp_replicate: PositiveInt = 1
-    reshard_after_forward: bool = True
-    activation_checkpointing: bool = False
-    compile: bool = False
-    overlap_chunks: PositiveInt = 1
 
 
 def make_mesh(device_type: str, *, ep: int, dp_replicate: int = 1) -> DeviceMesh:
@@ -69,28 +45,6 @@ def make_mesh(device_type: str, *, ep: int, dp_replicate: int = 1) -> DeviceMesh
     if dp_replicate > 1:
         shape, names = (dp_replicate, shape[0] // dp_replicate, ep), ("dp_replicate", *names)
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
-
-
-def check_layout(config: ModelConfig, *, dp: int, ep: int, dp_replicate: int = 1) -> None:
-    """Raises ValueError if `dp_replicate` does not divide dp (workers / ep), or the model's experts do not
-    split evenly over the ranks of a copy."""
-    if dp % dp_replicate:
-        raise ValueError(f"dp_replicate={dp_replicate} does not divide dp={dp}")
-    if not config.moe:
-        return
-    if config.moe.num_experts % ep:
-        fits = [n for n in range(1, config.moe.num_experts + 1) if config.moe.num_experts % n == 0]
-        raise ValueError(
-            f"num_experts={config.moe.num_experts} does not divide over ep={ep}; use one of {fits}"
-        )
-    shards = dp // dp_replicate
-    for name, shape in param_shapes(config).items() if shards > 1 else ():
-        if is_expert(name) and shape[1] % shards:
-            ranks = f"dp={dp}" if dp_replicate == 1 else f"dp / dp_replicate = {dp} / {dp_replicate}"
-            raise ValueError(
-                f"{name} has {shape[1]} rows in each expert, which {ranks} does not divide to shard them; use"
-                f" one of {[n for n in range(1, shape[1] + 1) if shape[1] % n == 0]}"
-            )
 
 
 def build_whole(
@@ -255,11 +209,6 @@ def weights_changed(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
     refresh(model)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def whole(tensor: Tensor) -> Tensor:

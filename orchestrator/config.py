@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, SupportsIndex
 
 from moe.config import Bound, Config, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from moe.cost import param_shapes
+from moe.layout import ParallelConfig, check_layout
 from moe.model import ModelConfig, begins_so
-from moe.parallel import ParallelConfig, check_layout
 from moe.presets import PRESETS
 from orchestrator.costs import counted
 from orchestrator.data.augment import AugmentationConfig

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from moe.cost import forward_gflops_2mac, model_costs, num_params, param_shapes, train_flops_6mac
 from moe.experts import is_expert
+from moe.layout import check_layout
 from moe.model import begins_so, unit_shapes
-from moe.parallel import check_layout
 from orchestrator.checkpoint.manifest import step_of
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError

@@ -49,6 +49,7 @@ moe.encoder: moe.config moe.dense moe.init moe.layer moe.model moe.overrides moe
 moe.models: moe.batch_norm moe.config moe.cost moe.dense moe.encoder moe.init moe.layer moe.model moe.models
     moe.overrides moe.routing moe.tokenizers
 moe.cost: moe.experts moe.model moe.overrides moe.trace
+moe.layout: moe.config moe.cost moe.experts moe.model
 orchestrator: moe.lazy orchestrator
 orchestrator.costs: moe.config moe.cost moe.model orchestrator.checkpoint.models orchestrator.config
 orchestrator.config: moe orchestrator.costs orchestrator.data.augment orchestrator.names
@@ -57,7 +58,7 @@ orchestrator.config: moe orchestrator.costs orchestrator.data.augment orchestrat
 orchestrator.names:
 orchestrator.output:
 orchestrator.units: moe.guests orchestrator.costs orchestrator.output
-orchestrator.optimizers: moe.config moe.experts moe.model moe.parallel orchestrator.optimizers
+orchestrator.optimizers: moe.config moe.experts moe.layout moe.model orchestrator.optimizers
 orchestrator.schedules: moe.config
 orchestrator.plugins: moe.config moe.guests orchestrator.storage
 orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.manifest
@@ -175,7 +176,7 @@ mlflow: orchestrator.tracking
 boto3: orchestrator.stores
 obstore: orchestrator.credentials orchestrator.stores
 pyarrow.fs:
-torch.distributed: bench moe.batch_norm moe.expert_parallel moe.parallel orchestrator.checkpoint
+torch.distributed: bench moe.batch_norm moe.expert_parallel moe.layout moe.parallel orchestrator.checkpoint
     orchestrator.optimizers orchestrator.planning.machines orchestrator.training.dry_run
     orchestrator.training.metrics orchestrator.training.worker
 argparse: bench jobs._flags

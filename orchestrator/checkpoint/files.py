@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from moe.parallel import local_part
+from moe.layout import local_part
 from orchestrator import storage
 from orchestrator.checkpoint.manifest import (
     CheckpointManifest,

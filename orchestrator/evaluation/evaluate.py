@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from moe.cost import forward_gflops_2mac
+from moe.layout import local_part
 from moe.model import Model
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.parallel import local_part, this_rank
+from moe.parallel import this_rank
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.files import SUFFIX

@@ -14,10 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 
 from moe.config import Fraction, NonNegativeFloat, PositiveInt
-from moe.parallel import local_part
+from moe.layout import local_part, shard_groups, zeros_without
 from orchestrator.optimizers.base import (
     FOREACH,
     OptimizerConfig,
@@ -27,7 +26,6 @@ from orchestrator.optimizers.base import (
     decay_groups,
     empty_stack,
     expert_stacks,
-    shard_groups,
     sum_over_groups,
     with_gradients,
 )
@@ -210,7 +208,7 @@ class Adafactor(torch.optim.Optimizer):
         step = torch.zeros((), dtype=torch.float32)  # on the host, where reading it waits for no device
         state = {"step": step, "exp_avg": torch.zeros_like(param, dtype=torch.bfloat16)}
         if dims := self.dims[param]:
-            state["row_var"], state["col_var"] = (_zeros_without(dim, param) for dim in reversed(dims))
+            state["row_var"], state["col_var"] = (zeros_without(dim, param) for dim in reversed(dims))
         else:
             state["variance"] = torch.zeros_like(param)
         self.state[param] = state
@@ -230,18 +228,3 @@ def _each(stacks: Iterable[Tensor]) -> list[Tensor]:
 def _gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
     """Returns this rank's parts."""
     return [local_part(param.grad) for param in params if param.grad is not None]
-
-
-def _zeros_without(dim: int, param: nn.Parameter) -> Tensor:
-    """Returns zeros of the parameter's shape without `dim`, sharded as its other dimensions are."""
-    shape = param.shape[:dim] + param.shape[dim + 1 :]
-    if not isinstance(param, DTensor):
-        return param.new_zeros(shape)
-    placements = [_without(dim, placement) for placement in param.placements]
-    return zeros(shape, dtype=param.dtype, device_mesh=param.device_mesh, placements=placements)
-
-
-def _without(dim: int, placement: Placement) -> Placement:
-    if not isinstance(placement, Shard) or placement.dim < dim:
-        return placement
-    return Replicate() if placement.dim == dim else Shard(placement.dim - 1)

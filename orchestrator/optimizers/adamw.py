@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from moe.config import Fraction, NonNegativeFloat
-from moe.parallel import local_part
+from moe.layout import local_part
 from orchestrator.optimizers.base import FOREACH, OptimizerConfig, chunks, decay_groups
 
 

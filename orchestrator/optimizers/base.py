@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from moe.config import Bound, Config, Family, NonNegativeFloat
 from moe.experts import is_expert
+from moe.layout import is_sharded, local_part
 from moe.model import Model
-from moe.parallel import local_part
 
 # Operators on lists of tensors, of one launch or few on a GPU; torch's own optimisers have them, its public
 # types do not.
@@ -151,7 +150,8 @@ def alike(params: Iterable[nn.Parameter], experts: Container[nn.Parameter]) -> l
     """
     groups: dict[Any, list[nn.Parameter]] = {}
     for param in params:
-        layout = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+        tensor: Tensor = param
+        layout = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
         groups.setdefault((param.shape, param.dtype, layout, param in experts), []).append(param)
     return list(groups.values())
 
@@ -160,13 +160,6 @@ def empty_stack(params: list[nn.Parameter]) -> Tensor:
     """Returns memory for the numbers of this rank's parts of parameters that are alike, (params, *shape)."""
     part = local_part(params[0])
     return part.new_empty(len(params), *part.shape)
-
-
-def shard_groups(param: nn.Parameter, dim: int) -> list[dist.ProcessGroup]:
-    """Returns the groups of ranks over which a dimension is sharded: at most one in a mesh of ours."""
-    if not isinstance(param, DTensor):
-        return []
-    return [param.device_mesh.get_group(axis) for axis, p in enumerate(param.placements) if p == Shard(dim)]
 
 
 def sum_over_groups(parts: Iterable[tuple[Tensor, Iterable[dist.ProcessGroup]]]) -> None:

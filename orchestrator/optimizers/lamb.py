@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import Fraction, NonNegativeFloat
-from moe.parallel import local_part
+from moe.layout import local_part, shard_groups
 from orchestrator.optimizers.base import (
     FOREACH,
     OptimizerConfig,
@@ -26,7 +26,6 @@ from orchestrator.optimizers.base import (
     decay_groups,
     empty_stack,
     expert_stacks,
-    shard_groups,
     sum_over_groups,
     with_gradients,
 )

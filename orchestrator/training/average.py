@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from moe.batch_norm import renew_statistics
+from moe.layout import local_part
 from moe.model import Model
-from moe.parallel import local_part, weights_changed
+from moe.parallel import weights_changed
 from orchestrator.checkpoint.files import EMA
 from orchestrator.config import EMAConfig
 

@@ -27,8 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moe.layout import local_part
 from moe.model import Model
-from moe.parallel import local_part, update
+from moe.parallel import update
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.augment.base import UNMIXED, at

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from moe.init import mix
+from moe.layout import ParallelConfig
 from moe.model import Model, ModelConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.parallel import ParallelConfig, accumulate, build_sharded, make_mesh, sum_over_ranks, update
+from moe.parallel import accumulate, build_sharded, make_mesh, sum_over_ranks, update
 from moe.router_state import after_batch, before_step
 from tests.parts import poison_memory
 

@@ -16,9 +16,10 @@ from torch._dynamo.utils import counters
 
 from moe.codec import from_dict
 from moe.layer import MoEConfig
+from moe.layout import ParallelConfig, check_layout
 from moe.model import ModelConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.parallel import ParallelConfig, build_sharded, build_whole, check_layout, make_mesh, update
+from moe.parallel import build_sharded, build_whole, make_mesh, update
 from moe.presets import PRESETS
 from moe.routers import (
     ExpertChoiceConfig,

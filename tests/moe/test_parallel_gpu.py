@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moe.layout import ParallelConfig
 from moe.models.vit import ViT
-from moe.parallel import ParallelConfig, build_sharded
+from moe.parallel import build_sharded
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig
 from tests.moe.parity import SEED, Case, batches, forward_backward, one_rank, wake

@@ -15,8 +15,9 @@ from moe.expert_parallel import ExpertParallel
 from moe.experts import Experts
 from moe.init import init_weights
 from moe.layer import MoELayer
+from moe.layout import ParallelConfig
 from moe.models.vit import ViT
-from moe.parallel import ParallelConfig, build_sharded, make_mesh, sum_over_ranks
+from moe.parallel import build_sharded, make_mesh, sum_over_ranks
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig, TopKConfig
 from tests.moe.parity import (
     SEED,

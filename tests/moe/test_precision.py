@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from moe.layer import MoELayer
+from moe.layout import ParallelConfig
 from moe.models.vit import ViT
-from moe.parallel import ParallelConfig, accumulate, build_sharded, build_whole, update
+from moe.parallel import accumulate, build_sharded, build_whole, update
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from tests.lanes import mostly_slow

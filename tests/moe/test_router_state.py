@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from moe.init import Draw, constant, init_weights, mix, normal, set_unsaved
+from moe.layout import ParallelConfig
 from moe.overrides import RoutingOverrides
-from moe.parallel import ParallelConfig, build_whole
+from moe.parallel import build_whole
 from moe.router_state import after_batch, before_step
 from moe.routers import MixtureConfig, ReLUConfig, TopKConfig
 from moe.routers.balance import QuantileConfig, SignConfig

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from moe.experts import grouped_matmul_fits
 from moe.init import mix
+from moe.layout import ParallelConfig
 from moe.overrides import RoutingOverrides
-from moe.parallel import ParallelConfig, build_whole
+from moe.parallel import build_whole
 from moe.routers import TokenChoiceConfig, TopKConfig
 from moe.routers.balance import SignConfig
 from moe.rows import RowsRouting, sort_by_expert

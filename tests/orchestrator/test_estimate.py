@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from moe.cost import model_costs, num_expert_params, num_params, train_flops_6mac
+from moe.layout import local_part
 from moe.models.vit import ViT
-from moe.parallel import build_sharded, local_part, make_mesh
+from moe.parallel import build_sharded, make_mesh
 from moe.presets import PRESETS
 from orchestrator.codec import override
 from orchestrator.config import RunConfig

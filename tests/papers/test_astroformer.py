@@ -14,8 +14,9 @@ from moe.batch_norm import BatchNorm
 from moe.cost import model_costs, num_expert_params, num_params, param_shapes
 from moe.init import init_weights
 from moe.layer import MoEConfig
+from moe.layout import ParallelConfig
 from moe.overrides import RoutingOverrides
-from moe.parallel import ParallelConfig, build_whole
+from moe.parallel import build_whole
 from moe.presets import PRESETS
 from moe.routers import SoftConfig
 from moe.routing import RoutingInput

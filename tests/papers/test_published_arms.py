@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe.cost import forward_gflops_2mac, num_params, slots_per_token, train_flops_3mac
-from moe.parallel import check_layout
+from moe.layout import check_layout
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.catalog import SCALES, SWEEPS, make_sweep

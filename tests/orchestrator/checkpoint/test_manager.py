@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe.parallel import local_part
+from moe.layout import local_part
 from orchestrator import storage
 from orchestrator.checkpoint import manager, manifest as manifests
 from orchestrator.checkpoint.files import state_of

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe.parallel import local_part, set_weights
+from moe.layout import local_part
+from moe.parallel import set_weights
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.files import load_state

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from moe.config import members
+from moe.layout import local_part
 from moe.models.vit import ViT
-from moe.parallel import local_part
 from orchestrator.checkpoint.export import export
 from orchestrator.checkpoint.files import EMA
 from orchestrator.checkpoint.manifest import newest

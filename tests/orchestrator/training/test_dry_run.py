@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from moe.config import members
 from moe.cost import num_expert_params, num_params
-from moe.parallel import local_part, set_weights
+from moe.layout import local_part
+from moe.parallel import set_weights
 from moe.presets import PRESETS
 from moe.routing import RouterConfig
 from orchestrator.codec import override
