@@ -47,8 +47,8 @@ def test_the_loss_is_its_definition(level: Level) -> None:
 def test_the_sign_of_the_load_moves_the_bias_by_hand() -> None:
     """Loads of 7, 1, 4, 4 have the mean 4, and of 9, 3, 2, 2 too: there the mean change is half the rate."""
     bias, counts = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([[7, 1, 4, 4]])
-    moved = SignConfig(rate=0.01).next_bias(bias, counts, K) - bias
-    assert moved.tolist() == pytest.approx([-0.01, 0.01, 0, 0], abs=1e-7)
+    moved = SignConfig().next_bias(bias, counts, K) - bias  # by the rate of the paper
+    assert moved.tolist() == pytest.approx([-0.001, 0.001, 0, 0], abs=1e-7)
     for centre, expected in ((True, [-0.015, 0.005, 0.005, 0.005]), (False, [-0.01, 0.01, 0.01, 0.01])):
         config = SignConfig(rate=0.01, centre=centre)
         moved = config.next_bias(bias, torch.tensor([[9, 3, 2, 2]]), K) - bias

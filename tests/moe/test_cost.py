@@ -32,6 +32,7 @@ from moe.routers import (
 )
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from moe.routers.balance import SignConfig
+from moe.routing import LayerShape
 from tests.moe.parts import vit_config
 
 ROUTER_CONFIGS: list[RouterConfig | None] = [
@@ -47,6 +48,7 @@ ROUTER_CONFIGS: list[RouterConfig | None] = [
     MixtureConfig(),
     MixtureConfig(level="image"),
     MixtureConfig(level="hierarchical"),
+    MixtureConfig(level="image", gate="mlp"),
     TopKConfig(k=2, score="sigmoid", balance=SignConfig()),
     TopKConfig(cosine=True, projection=5),
     TopKConfig(k=2, capacity_factor="dropless"),
@@ -262,6 +264,15 @@ def test_activations_of_a_shared_mlp():
     own, shared = (model_costs(vit_config(TopKConfig(), shared_dim=n)).activations for n in (None, 24))
     more = 4 * 2 * config.tokens() * 24 * len(config.moe_blocks())  # before and after GELU, of 4 bytes
     assert sum(shared.saved) - sum(own.saved) == more
+
+
+def test_activations_of_gates_by_hand():
+    """Beside rows: a gate of each expert, two weights of each slot, and tokens of length 1 where it is so."""
+    layer = LayerShape(tokens=16, images=1, experts=4, slots=2, dim=32)
+    assert MixtureConfig().saved(layer) == (4 * 2, 16 * 4)
+    assert SoftConfig().saved(layer) == (2 * 4 * 2, 2 * 16 * 4 * 2 + 16 * 32)
+    for soft in (SoftConfig(normalize="none"), SoftConfig(dispatch="uniform", combine="uniform")):
+        assert soft.saved(layer) == (2 * 4 * 2, 2 * 16 * 4 * 2)
 
 
 def test_measured_mixing_of_a_subset(monkeypatch):

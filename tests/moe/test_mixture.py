@@ -67,11 +67,21 @@ def test_the_articles_other_parts():
 
 
 def test_clusters_are_weighed_by_one_matrix_whatever_the_gate_of_experts():
-    router = build(level="hierarchical", gate="mlp")
+    """And by the same temperature, learned or not."""
+    router = build(level="hierarchical", gate="mlp", learn_temperature=True)
+    torch.nn.init.constant_(router.log_temperature, math.log(0.5))
     pairs = router(X, ONES).gates_GSE.unflatten(-1, (2, 2))
-    torch.testing.assert_close(pairs.sum(-1), (X @ router.gate_clusters).softmax(-1))
-    within = (torch.nn.functional.silu(X @ router.gate_DD) @ router.gate_DE).unflatten(-1, (2, 2)).softmax(-1)
+    torch.testing.assert_close(pairs.sum(-1), (X @ router.gate_clusters / 0.5).softmax(-1))
+    logits = torch.nn.functional.silu(X @ router.gate_DD) @ router.gate_DE
+    within = (logits / 0.5).unflatten(-1, (2, 2)).softmax(-1)
     torch.testing.assert_close(pairs / pairs.sum(-1, keepdim=True), within)
+
+
+def test_an_image_is_weighed_by_the_mlp_of_its_mean_token():
+    router = build(level="image", gate="mlp")
+    hidden = torch.nn.functional.silu(X.mean(1, keepdim=True) @ router.gate_DD)
+    expected = (hidden @ router.gate_DE).softmax(-1).expand(G, S, E)
+    torch.testing.assert_close(router(X, ONES).gates_GSE, expected)
 
 
 def test_temperature_by_hand():
@@ -146,3 +156,8 @@ def test_config_errors():
     message = "temperature=0.05 is below temperature_min=0.1; lower temperature_min too"
     with pytest.raises(ValueError, match=message):
         MixtureConfig(temperature=0.05)
+    assert MixtureConfig(temperature=0.1).temperature_at(0) == 0.1
+    with pytest.raises(
+        ValueError, match=r"temperature_decay=0\.9 and a learned temperature exclude each other"
+    ):
+        MixtureConfig(temperature_decay=0.9, learn_temperature=True)

@@ -156,6 +156,8 @@ def test_slots_and_config_errors():
     for name in ("dispatch", "combine"):
         with pytest.raises(ValueError, match=r"4 experts x 2 slots .* 9 tokens"):
             SoftConfig(slots_per_expert=2, **{name: "identity"}).slots(num_tokens=9, num_experts=4)
+        with pytest.raises(ValueError, match="3 experts x 2 slots are not 7 tokens"):
+            build(slots_per_expert=2, **{name: "identity"})(randn(G, 7, D), torch.ones(G, 7))
 
 
 def test_slot_similarity_is_the_mean_cosine_of_pairs():

@@ -295,3 +295,15 @@ def test_topk_before_the_softmax_is_a_softmax_over_the_chosen_logits():
     assert torch.equal(routing.token_GEC, other.token_GEC)
     weights = torch.zeros(2, 4, 7).scatter(2, routing.token_GEC, routing.weight_GEC)[..., :6].transpose(1, 2)
     torch.testing.assert_close(weights, expected)
+
+
+def test_padding_in_no_plan_makes_no_output_nan():
+    """Its row of the plan is zero, and no sum to divide by; empty slots get their weight from it."""
+    config = TokenChoiceConfig(
+        k=2, topk="before", affinity=SinkhornConfig(), combine="affinity", capacity_factor=4.0
+    )
+    valid = torch.ones(2, 6)
+    valid[:, 4:] = 0
+    routing = build_router(config)(randn(2, 6, 8), valid)
+    assert (routing.token_GEC == 6).any()
+    torch.testing.assert_close(routing.weight_GEC.sum((1, 2)), torch.full((2,), 4.0))

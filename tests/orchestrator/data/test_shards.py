@@ -1,13 +1,16 @@
 """Reading any image of a shard by its range, from disk and from S3; refusing a shard that changed."""
 
 import hashlib
+import time
 import tracemalloc
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import Queue
+from threading import Thread
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -87,9 +90,10 @@ def test_a_record_takes_at_most_28_bytes(tmp_path: Path) -> None:
 
 def test_an_index_of_other_images(tmp_path: Path) -> None:
     data = data_set(str(tmp_path))
-    (tmp_path / "train.index").write_bytes(bytes(19 * RECORD.itemsize))
-    with pytest.raises(UsageError, match="describes 19 images, the manifest 20"):
-        data.records("train", np.array([0]), np.array([0]))
+    for count in (19, 21):
+        (tmp_path / "train.index").write_bytes(bytes(count * RECORD.itemsize))
+        with pytest.raises(UsageError, match=f"describes {count} images, the manifest 20"):
+            data.records("train", np.array([0]), np.array([0]))
 
 
 def test_an_index_costs_a_process_no_memory(tmp_path: Path) -> None:
@@ -141,6 +145,16 @@ def test_a_compressed_shard_that_is_damaged(root: str, tmp_path: Path, own_cache
     (read,) = data.images("train", first, data.records("train", first, first))[0]
     with pytest.raises(UsageError, match="shard changed since it was packed"):
         read()
+
+
+def test_threads_read_one_file_at_once(tmp_path: Path) -> None:
+    """Though it is opened once, none moves another to a wrong place."""
+    content, places = RNG.bytes(1 << 20), RNG.integers(0, (1 << 20) - 20_000, 2500).tolist()
+    (tmp_path / "0").write_bytes(content)
+    read = partial(shards._from_disk, str(tmp_path / "0"), Shard(path="0", rows=1, bytes=1 << 20, sha256=""))
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda at: read(at, 20_000), places)]
+    assert found == [content[at : at + 20_000] for at in places]
 
 
 def test_shards_that_changed(tmp_path: Path) -> None:
@@ -319,7 +333,22 @@ class TestS3:
         assert len(names(own_cache)) == 3
         bucket.proxy.requests.clear()
         assert read(data, rows) == [IMAGES[n] for n in rows]
+        images, traffic = data.images("train", rows // 7, data.records("train", rows // 7, rows % 7))
+        assert [image() for image in images] == [IMAGES[n] for n in rows]
+        assert traffic == (0, 0)
         assert bucket.proxy.requests == []
+
+    def test_a_request_that_fails_is_no_replaced_shard(
+        self, data: DataSet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """If the file has its size."""
+
+        def busy(*_: object) -> None:
+            raise OSError("busy")
+
+        monkeypatch.setattr(storage, "read_range", busy)
+        with pytest.raises(OSError, match="busy"):
+            read(data, np.array([0]))
 
     def test_a_shard_is_asked_for_once(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
         """However many of its images are read before it is there."""
@@ -342,6 +371,20 @@ class TestS3:
         shards._wanted().join()
         assert "data/0 changed since it was packed" in caplog.text
         assert names(own_cache) == []
+
+
+def test_a_shard_that_cannot_be_fetched_ends_no_thread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would fetch no other either."""
+    queue, gone = Queue(), Shard(path="gone", rows=1, bytes=1, sha256="0")
+    for _ in range(2):
+        queue.put((str(tmp_path / "gone"), gone, 10**9))
+    Thread(target=shards._fetch_shards, args=[queue], daemon=True).start()
+    give_up = time.monotonic() + 5
+    while queue.unfinished_tasks and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert [record.getMessage().count("gone is read by ranges alone") for record in caplog.records] == [1, 1]
 
 
 def test_the_rule_for_whole_shards() -> None:

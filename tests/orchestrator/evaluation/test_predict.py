@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -99,6 +100,23 @@ def test_transparent_images_can_be_put_on_a_background(tmp_path: Path) -> None:
         assert "not an image of a known format" in str(bad)
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError("no such file"), PermissionError("permission denied")])
+def test_a_file_that_may_not_be_read_is_a_bad_image(error: OSError) -> None:
+    def read() -> bytes:
+        raise error
+
+    bad = Predictor.__new__(Predictor)._decoded(read)
+    assert (type(bad), str(bad)) == (BadImage, str(error))
+
+
+def test_images_are_prepared_as_those_that_the_model_learned_from(tmp_path: Path) -> None:
+    """Unless it is said how."""
+    model = exported(tmp_path / "model.safetensors")
+    model = replace(model, signature=replace(model.signature, background="white"))
+    made = predictor(model, "", preparation=None), predictor(model, "")
+    assert [each.preparation.background for each in made] == ["white", None]
+
+
 def rows_of(predictor: Predictor, split: str | None = None) -> list[dict[str, Any]]:
     _, parts = list_parts(predictor.images, split, group=1)
     return predictor(pa.Table.from_pylist(parts)).to_pylist()
@@ -132,17 +150,29 @@ def test_files_below_a_folder(folder: str, caplog: pytest.LogCaptureFixture):
 
 
 @pytest.mark.parametrize(("group", "rows_per_shard"), [(1, 4), (48, 4), (1, 30)])
-def test_rows_of_shards(group: int, rows_per_shard: int, pack_greys: Callable[..., Any], tmp_path: Path):
+def test_rows_of_shards(
+    group: int,
+    rows_per_shard: int,
+    pack_greys: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
     """100 and 70 images: parts cut across shards, and shards of 30 in their middle, never across splits, in
-    whole groups.
+    whole groups. Seven images of a shard are read at a time, and each part has a file.
     """
+    monkeypatch.setattr("orchestrator.evaluation.predict.READ_TOGETHER", 7)
     path, manifest = pack_greys(train=100, val=70, rows_per_shard=rows_per_shard)
     digest, parts = list_parts(path, None, group=group)
     assert digest == manifest.digest()
     assert parts[0]["stop"] - parts[0]["first"] == (64 if group == 1 else 48)
     predict_rows = predictor(exported(tmp_path / "model.safetensors"), path, batch_size=48)
-    rows = predict_rows(pa.Table.from_pylist(parts)).to_pylist()
+    table = predict_rows(pa.Table.from_pylist(parts))
+    rows = table.to_pylist()
     assert [row["key"] for row in rows] == [f"grey-{n}" for n in range(170)]
+    assert len([*write_parts(str(tmp_path / "out"), [table])]) == len(parts)
+    files = [pq.read_table(tmp_path / "out" / file_of(part["number"])).to_pylist() for part in parts]
+    assert [len(file) for file in files] == [part["stop"] - part["first"] for part in parts]
+    assert [row["key"] for file in files for row in file] == [row["key"] for row in rows]
     numbers = [row["part"] for row in rows]
     assert numbers == sorted(numbers)
     assert set(numbers) == {part["number"] for part in parts}
@@ -351,6 +381,41 @@ def test_nothing_is_mixed(field: str, value: Any, tmp_path: Path):
         begin(out, other, fresh=False)
     assert begin(out, other, fresh=True) == (other, set())
     assert sorted(file.name for file in tmp_path.iterdir()) == [PLAN, "notes.txt"]
+
+
+def test_a_fresh_start_that_fails_mixes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The plan stays that of the parts as long as one is there."""
+
+    def busy(_: str) -> None:
+        raise OSError("busy")
+
+    begin(str(tmp_path), PLANNED, fresh=False)
+    (tmp_path / file_of(3)).touch()
+    monkeypatch.setattr(storage, "delete", busy)
+    with pytest.raises(OSError, match="busy"):
+        begin(str(tmp_path), {**PLANNED, "group": 8}, fresh=True)
+    assert begin(str(tmp_path), PLANNED, fresh=False) == (PLANNED, {3})
+
+
+def test_a_pool_has_an_actor_for_each_gpu(monkeypatch: pytest.MonkeyPatch):
+    """With its share of the CPUs where they are fewest, and one at least; a lost node has none."""
+    nodes = [
+        {"Alive": alive, "Resources": resources}
+        for alive, resources in [
+            (True, {"CPU": 16.0, "GPU": 2.0}),
+            (True, {"CPU": 9.0, "GPU": 2.0}),
+            (True, {"CPU": 1.0}),
+            (False, {"CPU": 2.0, "GPU": 1.0}),
+        ]
+    ]
+    have = {"CPU": 26.0, "GPU": 4.0}
+    monkeypatch.setattr("orchestrator.evaluation.predict.most_resources", lambda: have)
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    assert pool_size(None) == (4, {"num_gpus": 1.0, "num_cpus": 4.0})
+    with pytest.raises(UsageError, match="`workers` 5: each takes one of the 4 GPUs of the cluster"):
+        pool_size(5)
+    nodes.append({"Alive": True, "Resources": {"CPU": 1.0, "GPU": 2.0}})
+    assert pool_size(3) == (3, {"num_gpus": 1.0, "num_cpus": 1.0})
 
 
 @pytest.mark.slow

@@ -15,7 +15,17 @@ from orchestrator import storage
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.runs import metrics_file
-from orchestrator.runs.metrics_file import LineReader, LineWriter, LogFile, MetricsWriter, read_metrics
+from orchestrator.runs.metrics_file import (
+    SEGMENT_S,
+    LineReader,
+    LineWriter,
+    LogFile,
+    MetricsWriter,
+    asked_by,
+    poll_s,
+    read_metrics,
+)
+from orchestrator.runs.run_directory import RunDir
 from tests.orchestrator.buckets import Bucket
 
 
@@ -53,6 +63,9 @@ def test_steps_after_the_checkpoint_are_taken_back_by_a_resume(folder: str) -> N
     rows = read_metrics(f"{folder}/run")
     assert [row.images for row in rows] == [80, 160, 240, 320]
     assert all(a.time_s <= b.time_s for a, b in itertools.pairwise(rows))
+    report(first, 15, loss=1.0)  # it was only taken for dead
+    first.close()
+    assert [row.step for row in read_metrics(f"{folder}/run")] == [10, 15, 20, 30, 40]
 
 
 def test_a_reader_gets_each_line_once(folder: str) -> None:
@@ -90,15 +103,33 @@ def test_segments_never_replace_each_other(bucket: Bucket) -> None:
     assert storage.names(folder) == [f"metrics-{n:06d}.jsonl" for n in range(1, 5)]
 
 
-def test_segments_are_uploaded_now_and_then(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver sees reports between checkpoints too."""
+def test_segments_are_uploaded_now_and_then(bucket: Bucket) -> None:
+    """A driver sees reports between checkpoints too, and not each costs a request."""
     folder = bucket.uri("run")
     writer = LineWriter(folder, "metrics")
     writer.append({"n": 1})
     assert LineReader(folder, "metrics").new() == []
-    monkeypatch.setattr(metrics_file, "SEGMENT_S", 0.0)
+    writer._flushed_s -= SEGMENT_S
     writer.append({"n": 2})
     assert LineReader(folder, "metrics").new() == [{"n": 1}, {"n": 2}]
+    writer.append({"n": 3})
+    assert storage.names(folder) == ["metrics-000001.jsonl"]
+
+
+def test_a_folder_may_be_a_uri(tmp_path: Path) -> None:
+    writer = LineWriter(f"file://{tmp_path}/run", "metrics")
+    writer.append({"n": 1})
+    writer.close()
+    assert LineReader(f"file://{tmp_path}/run", "metrics").new() == [{"n": 1}]
+
+
+def test_half_a_copy_of_a_file_has_no_lines(folder: str) -> None:
+    writer = LineWriter(folder, "metrics")
+    writer.append({"n": 1})
+    writer.close()
+    for name in ("metrics.jsonl.part", "metrics-000002.jsonl.tmp", "old-metrics.jsonl"):
+        storage.write_bytes(f"{folder}/{name}", b'{"n": 2}\n')
+    assert LineReader(folder, "metrics").new() == [{"n": 1}]
 
 
 def test_a_run_that_moves_between_disk_and_bucket_keeps_its_lines(bucket: Bucket, tmp_path: Path) -> None:
@@ -126,6 +157,21 @@ def test_damaged_lines_are_left_out(folder: str, caplog: pytest.LogCaptureFixtur
     assert losses(folder) == {1: 1.0, 3: 3.0}
     assert f"{folder}/run/{name}: line 2, 3, 4 was damaged" in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_damaged_lines_have_their_numbers_in_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also those that are read later; three are named, the others counted."""
+    file, reader = tmp_path / "metrics.jsonl", LineReader(str(tmp_path), "metrics")
+    file.write_text('{"n": 1}\nhalf\n')
+    assert reader.new() == [{"n": 1}]
+    with file.open("a") as more:
+        more.write("half\n" * 5 + '{"n": 2}\n')
+    assert reader.new() == [{"n": 2}]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "metrics.jsonl: line 2 was damaged" in first
+    assert "metrics.jsonl: line 3, 4, 5 and 2 more was damaged" in second
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
@@ -176,3 +222,25 @@ def test_a_log_is_uploaded_by_time_and_never_ends_training(
     logger.removeHandler(handler)
     handler.close()
     assert [row["line"] for row in reader.new()] == ["last"]
+
+
+def test_a_log_that_is_not_uploaded_at_the_end_ends_nothing(bucket: Bucket) -> None:
+    handler = LogFile(bucket.uri("run"))
+    handler.handle(logging.makeLogRecord({"msg": "last"}))
+    bucket.proxy.requests.clear()
+    with bucket.failing("busy"):
+        handler.close()
+        assert bucket.proxy.requests
+
+
+def test_who_was_asked_to_stop_does_not_forget_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk is looked at more often than a bucket, where each look costs."""
+    assert poll_s(str(tmp_path)) < poll_s("s3://bucket/run")
+    monkeypatch.setattr(metrics_file, "POLL_S", 0.0)
+    own = RunDir(str(tmp_path))
+    asked = asked_by(own)
+    assert not asked()
+    own.ask_to_stop()
+    assert asked()
+    storage.delete(own.stop)
+    assert asked()
