@@ -184,9 +184,9 @@ class BudgetTracker:
         self._ended: list[tuple[float, float]] = []  # (FLOPs, device-seconds), both above 0
         self._running: dict[str, RunningJob] = {}
         self._saved_s = time.monotonic()
-        self._charge(0.0, kept.get("jobs", ()))
+        self._charge(0.0, 0.0, kept.get("jobs", ()))
         for left in kept.get("running", ()):
-            self._charge(left["device_s"], left["pace"])
+            self._charge(left["device_s"], left["usd"], left["pace"])
         self._months = months_of(own, kept)
         self._counted_s = self.spent_s  # of which the months are known
 
@@ -241,7 +241,7 @@ class BudgetTracker:
         ended = self._running.pop(job.trial.name)
         held_s = ended.held_s()
         flops = _flops(job.state, ended.first_step, outcome.step) if isinstance(outcome, Result) else 0.0
-        self._charge(held_s, [(flops, held_s)] if flops else [])
+        self._charge(held_s, self._usd(held_s), [(flops, held_s)] if flops else [])
         self.save()
 
     def held_s(self) -> float:
@@ -251,7 +251,8 @@ class BudgetTracker:
     def leave(self) -> None:
         """Notes that this process ends, and with it all jobs that still run."""
         for job in self._running.values():
-            self._charge(job.held_s(), job.pace())
+            held_s = job.held_s()
+            self._charge(held_s, self._usd(held_s), job.pace())
         self._running.clear()
         self.save()
 
@@ -277,9 +278,9 @@ class BudgetTracker:
     def _usd(self, device_s: float) -> float:
         return device_s / 3600 * self.budget.usd_per_hour
 
-    def _charge(self, held_s: float, pace: Iterable[tuple[float, float]]) -> None:
+    def _charge(self, held_s: float, usd: float, pace: Iterable[tuple[float, float]]) -> None:
         self.spent_s += held_s
-        self.spent_usd += self._usd(held_s)
+        self.spent_usd += usd
         # A trial that started again may have reported no step beyond its first, and clocks are set back.
         self._ended += [each for each in pace if min(each) > 0]
 

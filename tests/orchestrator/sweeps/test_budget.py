@@ -36,6 +36,7 @@ def test_every_price_has_a_source_and_a_day() -> None:
 def test_a_core_has_a_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert core_usd_per_hour() == load_prices(PRICES)["CPU-core"].usd_per_hour
     monkeypatch.setattr(budget, "PRICES", str(tmp_path / "prices.yaml"))
+    assert math.isnan(core_usd_per_hour()), "there is no table"
     for text in ("H100: {usd_per_hour: 7, peak_tflops: 989}", "CPU-core: {usd_per_hour: 0, peak_tflops: 1}"):
         (tmp_path / "prices.yaml").write_text(text)
         assert math.isnan(core_usd_per_hour())
@@ -45,6 +46,7 @@ def test_a_core_has_a_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("text", "says"),
     [
         ("- H100", "holds no devices"),
+        ("{}", "holds no devices"),
         ("H100: {usd_per_hour: 7}", "H100 needs the fields usd_per_hour and peak_tflops, got"),
         ("H100: {usd_per_hour: 7, peak_tflops: 989, price: 3}", "unknown field price"),
         ("H100: {usd_per_hour: 7, peak_tflops: 0}", "peak_tflops must be positive, got 0"),
@@ -70,6 +72,10 @@ def test_money_is_device_hours_at_the_price() -> None:
     for hours in (0, -1, math.nan):
         with pytest.raises(UsageError, match=f"`hours` must be above 0, got {hours:g}"):
             Budget(hours=hours)
+    with pytest.raises(UsageError, match="`owner_hours` must be above 0, got 0"):
+        Budget(owner_hours=0)
+    bounds = ({}, {"hours": 1}, {"usd": 1, "usd_per_hour": 1}, {"owner_hours": 1})
+    assert [Budget(**bound).is_bound for bound in bounds] == [False, True, True, True]
     with pytest.raises(UsageError, match="`usd` must be above 0, got nan"):
         Budget(usd=math.nan, usd_per_hour=1)
 
@@ -179,6 +185,7 @@ def test_predictions_follow_jobs_that_ended(trials: Trials) -> None:
 def test_a_rate_predicts_before_the_first_job_has_ended(trials: Trials) -> None:
     tracker = trials.tracker(hours=35 / 3600, flops_per_s=1e8)
     assert not tracker.admits(job(four := trials.make("four", 4e9)), four)  # 40 s
+    assert trials.tracker(hours=40 / 3600, flops_per_s=1e8).admits(job(four), four)
     trials.work(tracker, trials.make("one", 1e9), 5)
     assert tracker.admits(job(four), four)  # 5 + 20
 
@@ -260,6 +267,19 @@ def test_what_runs_is_known_to_the_next_process_at_every_start_and_end(trials: T
         trials.clock[0] += seconds
     tracker.record(job(trials.make("a", 1e9)), finished())
     assert trials.tracker().spent_s == 12 + 7
+
+
+def test_every_process_pays_the_price_of_its_devices(trials: Trials) -> None:
+    """The second is killed while a job runs; the third has no price."""
+    for price, name, seconds in ((3.6, "a", 10.0), (7.2, "b", 5.0)):
+        tracker = BudgetTracker(Budget(usd_per_hour=price), str(trials.folder))
+        tracker.begin(job(state := trials.make(name, 1e9)))
+        trials.clock[0] += seconds
+        tracker.record(job(state), finished()) if name == "a" else tracker.save()
+    for _ in range(2):
+        tracker = trials.tracker()
+        assert (tracker.spent_s, tracker.spent_usd) == (15, pytest.approx(0.02))
+        tracker.save()
 
 
 def test_a_job_that_was_admitted_stays_so_when_its_process_dies(trials: Trials) -> None:

@@ -13,8 +13,10 @@ from moe.cost import train_flops_6mac
 from orchestrator.costs import TIMES
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
+from orchestrator.runs.lock import locked
+from orchestrator.runs.run_directory import acquire_run_dir
 from orchestrator.runs.sweep_directory import SUMMARY, SweepDir
-from orchestrator.sweeps.build import judged_runs, raised_reference, sweep_frontier
+from orchestrator.sweeps.build import judged_runs, load_frontier, raised_reference, sweep_frontier
 from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.store import open_tracking
@@ -55,6 +57,7 @@ def test_a_point_is_the_mean_of_its_seeds_which_all_must_be_complete(tmp_path: P
     (tmp_path / "s/trials/b-seed1/error.txt").unlink()
     frontier, *_ = sweep_frontier(f"{tmp_path}/s", live=True)
     assert [p.status for p in frontier.points] == ["finished", "running", "running"], "a seed will begin"
+    assert [p.qualities for p in frontier.points[1:]] == [(), ()], "what is not whole has no spread"
 
 
 @pytest.mark.parametrize("how", ["stopped", "diverged", "failed"])
@@ -72,7 +75,11 @@ def test_the_page_says_how_branches_are_charged(tmp_path: Path) -> None:
     sweep = sweep_at(
         tmp_path, arms={"a": {}}, trunk=Trunk(at=(50, 90), cooldown=9), cost="cost/marginal_train_flops_6mac"
     )
-    frontier = publish(end_sweep(sweep, {"a-trunk": 0.1, "a-at50": 0.5, "a-at90": 0.6}))
+    directory = end_sweep(sweep, {"a-trunk": 0.1, "a-at50": 0.5, "a-at90": 0.6})
+    costs = {"cost__marginal_train_flops_6mac": 1e8, "cost__device_s": 2.5, "cost__marginal_device_s": 0.5}
+    end(sweep.runs()["a-at90"], 4, val__acc1=0.6, **costs)
+    frontier = publish(directory)
+    assert frontier.spending[-1] == ("a-at90", 0.5)
     assert [p.arm for p in frontier.points] == ["a-at50", "a-at90"]  # the trunk is no point
     assert {p.cost for p in frontier.points} == {1e8}
     assert "only its own steps" in frontier.note
@@ -133,6 +140,7 @@ def test_a_trial_has_one_state_everywhere(
     assert runs["nan"].tags["error"] == "val/acc1 is nan at step 3"
     assert {arm for arm, run in runs.items() if run.status == "KILLED"} == {"begun", "paused"}
     live, *_ = sweep_frontier(directory, live=True)
+    assert ("This sweep" in frontier.note, "This sweep" in live.note) == (status != "finished", False)
     running = dict.fromkeys(("begun", "paused"), "running")
     assert {point.arm: point.status for point in live.points} == states | running
 
@@ -311,7 +319,9 @@ def test_papers_are_drawn_where_the_data_agree(
     """The digits have 10 classes."""
     base = run_at(tmp_path, "s", **changes, train__fewshot=fewshot)
     sweep = Sweep(base=base, arms={"a": {}, "b": {}}, quality="fewshot/acc_10shot")
-    frontier = publish(end_sweep(sweep, {"a": "diverged", "b": "diverged"}))
+    frontier = publish(end_sweep(sweep, {"a": "diverged", "b": "diverged"}, val_images=367))
+    assert ("367" in frontier.data) == (not fewshot), "the number is that of the sweep's own data"
+    assert {point.images for point in frontier.points} == {0}, "accuracies of few shots have no such error"
     assert bool(frontier.papers) == drawn
     assert ("Published, not counted" in (tmp_path / "s/frontier.html").read_text()) == drawn
 
@@ -325,6 +335,30 @@ def test_arms_that_were_passed_by_are_named(tmp_path: Path) -> None:
     assert "cost: arm14 (1.40% for 10.0%), arm13" in note
     assert "arm03 (0.30% for 10.0%) and 3 others. Together they were expected to add at most 10.5%." in note
     assert "passed by 15 arms" in (tmp_path / "s/frontier.html").read_text()
+
+
+def test_no_more_than_everything_is_lost_by_early_stopping(tmp_path: Path) -> None:
+    """And where all arms are named there are no others."""
+    passed = {f"arm{n:02}": (0.1, 0.1) for n in range(12)}
+    note = sweep_frontier(end_sweep(sweep_at(tmp_path), {"a": 0.8}, passed=passed))[0].note
+    assert note.endswith("arm11 (10.00% for 10.0%). Together they were expected to add at most 100.0%.")
+
+
+def test_the_data_of_a_sweep_that_were_moved_are_those_of_its_own_trials_alone(tmp_path: Path) -> None:
+    sweep = sweep_at(tmp_path, arms={"a": {}, "b": {"data.path": "/shards/other"}})
+    directory = end_sweep(sweep, {"a": 0.5})
+    acquire_run_dir(sweep.runs()["b"], "e" * 64)
+    base = sweep_record(directory).base
+    change_record(directory, base={**base, "data": {**base["data"], "path": "/moved/numerals"}})
+    assert sweep_frontier(directory)[0].data == "numerals, other (val split)"
+
+
+def test_a_sweep_is_opened_by_its_name_while_it_trains_too(tmp_path: Path) -> None:
+    sweep = sweep_at(tmp_path)
+    directory = end_sweep(sweep, {"a": 0.8, "b": "stopped"}, status="running")
+    assert [p.status for p in load_frontier("s", root=str(tmp_path)).points] == ["finished", "interrupted"]
+    with locked(directory):
+        assert [p.status for p in load_frontier("s", root=str(tmp_path)).points] == ["finished", "running"]
 
 
 @pytest.mark.parametrize(("highest", "raised"), [(4.9, 5.0), (5.0, 5.5), (6.0, 6.6)])

@@ -187,6 +187,8 @@ def test_the_budget_refuses_trials_and_no_arm_is_drawn_instead():
     work = queue(dear, cheap, cpus=4, admits=lambda job, state: state.cost < 2, more=lambda: [drawn])
     assert names(work) == ["cheap"]
     assert work.out_of_budget
+    work = queue(state("dear"), cpus=0, admits=lambda job, state: False)
+    assert (names(work), work.out_of_budget) == ([], True), "nor does it wait for devices"
 
 
 def test_arms_are_drawn_when_they_can_start():

@@ -17,7 +17,7 @@ from orchestrator.runs.measurements import USER
 from orchestrator.runs.metrics_file import MetricsWriter
 from orchestrator.runs.run_directory import Result, RunDir, acquire_run_dir, read_json, write_json
 from orchestrator.runs.sweep_directory import SweepDir
-from orchestrator.sweeps.budget import Budget, BudgetTracker
+from orchestrator.sweeps.budget import MORE, Budget, BudgetTracker
 from orchestrator.sweeps.driver import SweepOptions
 from orchestrator.sweeps.spending import READ_EVERY_S, OthersSpending, month_of
 from orchestrator.sweeps.sweep import Sweep
@@ -107,6 +107,12 @@ def test_a_job_begins_if_the_month_of_its_owner_holds_it(tmp_path: Path, clock: 
         f"ada has spent 0.01389 of 0.0277778 device-hours in 2026-07 (UTC) below {tmp_path}, and 0.01667 more"
         " are needed. Run again with a larger `owner_hours`, or next month, to continue"
     )
+    unpredicted = BudgetTracker(Budget(owner_hours=1 / 3600), directory, owner="ada")
+    assert not unpredicted.admits(job(fits), fits)
+    assert f"below {tmp_path}. Run again" in unpredicted.way_out
+    unpredicted.budget, unpredicted.flops_per_s = Budget(hours=0.001), 1e8
+    assert not unpredicted.admits(job(fits), fits)
+    assert unpredicted.way_out == MORE, "of the bound that refuses it"
     sweep_at(tmp_path, "elsewhere", {JULY: {"ada": 29.0}})
     assert not tracker.admits(job(large), large), "it is read again each half minute"
     clock[0] += READ_EVERY_S

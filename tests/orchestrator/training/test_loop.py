@@ -87,7 +87,7 @@ def run_loop(
     run_steps(
         model,
         run.train.optimizer.build(model),
-        (random_batch(run.data.batch_size, seed) for seed in range(start, until)),
+        (random_batch(run.data.batch_size, seed) for seed in range(start, run.train.steps)),
         run,
         Meter(),
         start=start,
@@ -275,12 +275,13 @@ def test_router_noise_depends_on_the_seed() -> None:
 
 
 def test_divergence_is_reported_and_ends_it() -> None:
-    run = small_run(**{"train.steps": 10, "train.report_every": 3, "checkpoint.every": 10})
+    """The loss is named, whatever an evaluation there says."""
+    run = small_run(**{"train.steps": 10, "train.eval_every": 3, "checkpoint.every": 10})
     model, calls = ViT(run.model), list[tuple[str, int]]()
     torch.nn.init.constant_(model.head.bias, float("inf"))
     with pytest.raises(Diverged, match=r"train/loss is nan at step 3"):
-        run_loop(run, model=model, calls=calls)
-    assert calls == [("report", 3)]
+        run_loop(run, model=model, calls=calls, validate=lambda: {"val/not_finite": 8.0})
+    assert calls == [("validate", -1), ("report", 3)]
 
 
 def test_a_validation_whose_outputs_are_not_finite_is_a_divergence() -> None:
@@ -297,14 +298,14 @@ def test_a_validation_whose_outputs_are_not_finite_is_a_divergence() -> None:
     assert "val/not_finite" not in loop.evaluate(model, batches[1:], run)
 
 
-@pytest.mark.parametrize("at", [2, 4])
-def test_a_gradient_norm_that_overflows_is_a_divergence(at: int) -> None:
-    """Also between two reports: clipping makes such gradients zero, and the run would only stand still."""
+@pytest.mark.parametrize(("at", "until"), [(2, None), (4, None), (2, 2)])
+def test_a_gradient_norm_that_overflows_is_a_divergence(at: int, until: int | None) -> None:
+    """Also at a pause between two reports: clipping makes such gradients zero, and nothing is learned."""
     run, calls = small_run(**{"train.steps": 10, "train.report_every": 4}), list[tuple[str, int]]()
     model, passes = ViT(run.model), count(1)
     model.head.weight.register_hook(lambda grad: torch.full_like(grad, 1e30) if next(passes) == at else grad)
     with pytest.raises(Diverged, match=r"train/grad_norm is inf, at step 4 or since the report before it"):
-        run_loop(override(run, {"checkpoint.every": 8}), model=model, calls=calls)
+        run_loop(override(run, {"checkpoint.every": 8}), model=model, calls=calls, until=until)
     assert calls == [("report", 4)]
 
 

@@ -24,7 +24,7 @@ from moe.cost import train_flops_6mac
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manifest import MANIFEST, newest
-from orchestrator.codec import override
+from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
@@ -32,7 +32,7 @@ from orchestrator.packing.pack import Sample, write_shards
 from orchestrator.runs.metrics_file import Metrics
 from orchestrator.runs.run_directory import RunDir
 from orchestrator.schedules import ScheduleConfig
-from orchestrator.training.worker import train_worker
+from orchestrator.training.worker import check_trunk, train_worker
 from tests.lanes import mostly_slow
 from tests.orchestrator.buckets import Bucket
 from tests.orchestrator.checkpoint.counted import flip
@@ -220,11 +220,37 @@ def test_it_ends_once_it_is_good_enough(run: RunConfig) -> None:
 
 
 def test_what_is_not_good_enough_goes_on(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
-    trained(override(run, {"train.stop_at": 1.0}))
+    trained(override(run, {"train.stop_at": 1.0, "checkpoint.keep_best": 0}))
     assert f"{run.name} never reached stop_at=1: best val/acc1 0." in caplog.text
     result = RunDir.of(run).result()
     assert result
     assert (result.status, result.step) == ("finished", 24)
+
+
+def test_a_pause_has_the_quality_of_its_own_step(run: RunConfig) -> None:
+    """The last report was another. A pause that lies behind changes nothing; none is after the end."""
+    run, reports = override(run, {"train.report_every": 100, "train.lr": 0.01}), dict[int, Metrics]()
+    for until in (8, 2, 99):
+        train_worker(
+            run, report=lambda step, metrics: reports.update({step: metrics}), read=in_process, until=until
+        )
+        if until < 99:
+            assert reports.keys() == {6, 8}
+    assert reports[8]["val/loss"] != reports[6]["val/loss"]
+    assert reports[8]["cost/train_flops_6mac"] == train_flops_6mac(run.model, images=8 * 16)
+    result = RunDir.of(run).result()
+    assert result
+    assert (result.status, result.step) == ("finished", 24)
+
+
+def test_a_branch_goes_on_after_its_trunk_at_the_same_rates(run: RunConfig) -> None:
+    """How often it reports and evaluates is its own."""
+    often = override(run, {"name": "often", "train.report_every": 3, "train.eval_every": 2})
+    check_trunk(to_dict(run), 10, often)
+    with pytest.raises(UsageError, match=r"often: train.steps=24 end before its trunk, at step 24"):
+        check_trunk(to_dict(run), 24, often)
+    with pytest.raises(UsageError, match=r"cannot branch from train at step 1: at step 0 its learning rate"):
+        check_trunk(to_dict(override(run, {"train.schedule.warmup_steps": 0})), 1, run)
 
 
 def test_it_says_from_where_it_goes_on(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:

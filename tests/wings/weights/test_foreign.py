@@ -83,19 +83,24 @@ def test_wrappers_prefixes_halves_and_shards(case: str, tmp_path: Path) -> None:
         plan_import(str(copy), name="x")
 
 
-def test_names_that_transformers_has_in_memory(tmp_path: Path) -> None:
-    wanted = imported(GOLDENS / "hf_vit", tmp_path / "wanted")
+@pytest.mark.parametrize(
+    ("case", "kind"), [("hf_vit", "vit"), ("hf_vit", "vit_mae"), ("hf_dinov2", "dinov2")]
+)
+def test_names_that_transformers_has_in_memory(case: str, kind: str, tmp_path: Path) -> None:
+    wanted = imported(configured(case, tmp_path / "files", {"model_type": kind}), tmp_path / "wanted")
 
     def as_in_memory(tensors: dict[str, Tensor]) -> None:
         for name in [*tensors]:
-            word = name.replace("vit.encoder.layer.", "vit.layers.")
+            word = name.replace("encoder.layer.", "layers.")
             for part in ("query", "key", "value"):
                 word = word.replace(f"attention.attention.{part}", f"attention.{part[0]}_proj")
             word = word.replace("attention.output.dense", "attention.o_proj")
             word = word.replace("intermediate.dense", "mlp.fc1").replace(".output.dense", ".mlp.fc2")
             tensors[word] = tensors.pop(name)
 
-    found = imported(rewritten("hf_vit", tmp_path, as_in_memory), tmp_path / "found")
+    rewritten(case, tmp_path, as_in_memory)
+    (tmp_path / case / "config.json").write_text((tmp_path / "files" / case / "config.json").read_text())
+    found = imported(tmp_path / case, tmp_path / "found")
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
@@ -110,12 +115,18 @@ def test_bfloat16_in_npz(tmp_path: Path) -> None:
     assert all((found[n] - t).abs().max() <= 2**-7 * t.abs().max() for n, t in wanted.items())
 
 
-def test_another_size_resizes_positions_as_the_source_does(tmp_path: Path) -> None:
-    """timm's own function, on its own layout."""
-    positions = load_file(GOLDENS / "timm_token" / "model.safetensors")["pos_embed"]
-    found = imported(GOLDENS / "timm_token", tmp_path / "out", **{"model.image_size": 48})["position_SD"]
+@pytest.mark.parametrize(
+    ("case", "name", "antialias"),
+    [("timm_token", "pos_embed", True), ("hf_vit", "vit.embeddings.position_embeddings", False)],
+)
+def test_another_size_resizes_positions_as_the_source_does(
+    case: str, name: str, antialias: bool, tmp_path: Path
+) -> None:
+    """By the library's own function, on its own layout; only smaller grids tell antialiasing."""
+    positions = load_file(GOLDENS / case / "model.safetensors")[name]
+    found = imported(GOLDENS / case, tmp_path / "out", **{"model.image_size": 24})["position_SD"]
     grid = positions[:, 1:].reshape(1, 4, 4, -1).permute(0, 3, 1, 2)
-    wanted = torch.nn.functional.interpolate(grid, size=(6, 6), mode="bicubic", antialias=True)
+    wanted = torch.nn.functional.interpolate(grid, size=(3, 3), mode="bicubic", antialias=antialias)
     assert torch.equal(found[0], positions[0, 0])
     assert torch.allclose(found[1:], wanted.flatten(2)[0].T)
 
@@ -199,6 +210,7 @@ def test_tensors_that_do_not_fit_are_refused(
         ("timm_token", {"pretrained_cfg": {"mean": "grey", "std": "grey"}}, "must be three numbers each"),
         ("hf_vit", {"intermediate_size": 128}, "config says mlp_dim=128, and the tensors have 64"),
         ("hf_vit", {"image_size": [32, 64]}, "reads square images"),
+        ("hf_dinov2", {"mlp_ratio": 3}, "config says mlp_dim=96, and the tensors have "),
         (
             "timm_token",
             {"pretrained_cfg": {"crop_pct": 7}},
@@ -236,6 +248,14 @@ def test_what_a_config_leaves_out_is_the_default_of_its_class(
     copy = configured(case, tmp_path, {"model_type": kind}, without=("num_attention_heads",))
     with pytest.raises(UsageError, match="heads=12 does not divide the width 32"):
         plan_import(str(copy), name="x")
+
+
+def test_a_classifier_of_siglip_takes_the_mean_whatever_pooling_lies_beside_it(tmp_path: Path) -> None:
+    def classifying(tensors: dict[str, Tensor]) -> None:
+        tensors |= {"classifier.weight": torch.zeros(5, 32), "classifier.bias": torch.zeros(5)}
+
+    planned = plan_import(str(rewritten("hf_siglip", tmp_path, classifying)), name="x")
+    assert (planned.plan.config.pooling, planned.plan.config.num_classes) == ("gap", 5)
 
 
 class Bomb:

@@ -88,6 +88,24 @@ def test_the_default_of_a_library_is_said_and_may_be_changed(tmp_path: Path) -> 
     assert said.normalisation == IMAGENET
 
 
+@pytest.mark.parametrize(
+    ("case", "kind", "seen"),
+    [
+        ("hf_vit", "vit", ("square", 1.0, "bilinear")),
+        ("hf_vit", "vit_mae", ("square", 1.0, "bilinear")),
+        ("hf_siglip", "siglip_vision_model", ("square", 1.0, "bicubic")),
+        ("hf_dinov2", "dinov2", ("shorter", 0.875, "bicubic")),
+    ],
+)
+def test_without_a_preprocessor_images_are_those_of_the_kinds_own(
+    case: str, kind: str, seen: tuple[str, float, str], tmp_path: Path
+) -> None:
+    copy = configured(case, tmp_path, {"model_type": kind})
+    (copy / "preprocessor_config.json").unlink()
+    data = plan_import(str(copy), name="x", changes={"data.mean": "half"}).run.data
+    assert (data.eval_resize, data.eval_crop, data.eval_interpolation) == seen
+
+
 def test_old_configs_of_timm_have_the_mean_at_the_top(tmp_path: Path) -> None:
     config = json.loads((GOLDENS / "timm_deit3" / "config.json").read_text())
     flat = configured("timm_deit3", tmp_path, config["pretrained_cfg"], without=("pretrained_cfg",))
@@ -203,6 +221,12 @@ def test_a_model_without_a_classifier_has_no_names_of_classes(tmp_path: Path) ->
     facts = plan_import(str(named), name="x").facts
     assert facts.classes is None
     assert not any("names of classes" in note for note in facts.assumed)
+
+
+def test_every_name_of_gelu_is_the_function_that_it_names(tmp_path: Path) -> None:
+    for act, gelu in (("gelu", "exact"), ("gelu_new", "tanh"), ("gelu_pytorch_tanh", "tanh")):
+        copy = configured("hf_vit", tmp_path, {"hidden_act": act})
+        assert plan_import(str(copy), name="x").plan.config.gelu == gelu
 
 
 def test_a_field_without_a_value_changes_nothing(tmp_path: Path) -> None:

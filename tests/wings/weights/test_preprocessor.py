@@ -63,6 +63,7 @@ SAID = {
         ("size", {"height": 32, "width": 64}),
         ("size", {"longest_edge": 32}),
         ("size", {"shortest_edge": 32, "longest_edge": 64}),
+        ("size", {"shortest_edge": 32, "longest_edge": 32}),
         ("crop_size", {"height": 32, "width": 32}),
         ("do_center_crop", True),
     ],
@@ -81,6 +82,7 @@ def test_what_is_off_or_without_a_value_changes_nothing() -> None:
     plain = read_preprocessor(SAID)
     assert not plain.assumed
     off = {"do_pad": False, "crop_pct": None, "do_center_crop": False, "do_reduce_labels": True}
+    off |= {"_valid_processor_keys": ["images"]}  # of transformers 4
     assert read_preprocessor({**SAID, **off}) == plain
 
 
@@ -99,12 +101,22 @@ def test_what_is_taken_for_granted_is_noted() -> None:
     assert "resample none is not known here: bilinear" in nothing.assumed[0]
 
 
+def test_the_resize_before_a_crop_is_cut_to_whole_pixels() -> None:
+    """Rounded, it would be 236."""
+    convnext = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 224}}
+    assert read_preprocessor({**SAID, **convnext, "crop_pct": 0.95}).evaluation["eval_crop"] == 224 / 235
+
+
 def test_a_size_of_one_number_is_what_the_processor_takes_it_for() -> None:
     """Of old files."""
     for settings, resize in (
         ({}, "square"),
         ({"default_to_square": False}, "shorter"),
-        ({"image_processor_type": "CLIPImageProcessor"}, "shorter"),
+        *(
+            ({"image_processor_type": f"{kind}ImageProcessor"}, "shorter")
+            for kind in ("Bit", "CLIP", "ConvNext")
+        ),
+        ({"image_processor_type": None, "feature_extractor_type": "CLIPFeatureExtractor"}, "shorter"),
         ({"image_processor_type": "CLIPImageProcessor", "default_to_square": True}, "square"),
     ):
         found = read_preprocessor({**SAID, "size": 32, **settings})
