@@ -186,7 +186,7 @@ class BudgetTracker:
         self._saved_s = time.monotonic()
         self._charge(0.0, 0.0, kept.get("jobs", ()))
         for left in kept.get("running", ()):
-            self._charge(left["device_s"], left["usd"], left["pace"])
+            self._charge(held_s := left["device_s"], left.get("usd", self._usd(held_s)), left["pace"])
         self._months = months_of(own, kept)
         self._counted_s = self.spent_s  # of which the months are known
 
