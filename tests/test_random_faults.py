@@ -197,7 +197,7 @@ def forgets_what_ran(patched: pytest.MonkeyPatch) -> None:
 def believes_every_pace(patched: pytest.MonkeyPatch) -> None:
     """Found by this file: a pace without steps, which no logarithm takes, ended each later command."""
 
-    def charge(self: Any, held_s: float, pace: Any) -> None:
+    def charge(self: Any, held_s: float, usd: float, pace: Any) -> None:
         self.spent_s += held_s
         self._ended += pace
 
