@@ -145,8 +145,11 @@ def source_labels() -> dict[str, str]:
     # An environment may lie in a repository of the user's own, which does not have this file.
     file = Path(__file__)
     git = ["git", "-C", str(file.parent), "rev-parse", "HEAD", f"HEAD:./{file.name}"]
-    done = subprocess.run(git, capture_output=True, text=True)
-    return labels | ({"mlflow.source.git.commit": done.stdout.split()[0]} if done.returncode == 0 else {})
+    with suppress(OSError):  # git may not be installed
+        done = subprocess.run(git, capture_output=True, text=True)
+        if done.returncode == 0:
+            labels["mlflow.source.git.commit"] = done.stdout.split()[0]
+    return labels
 
 
 def named(models: Sequence[str]) -> str:

@@ -201,3 +201,5 @@ def test_the_recorded_command_has_no_password(monkeypatch: pytest.MonkeyPatch) -
     recorded = source_labels()["mlflow.source.name"]
     assert "secret" not in recorded
     assert "train.lr=1e-3" in recorded
+    monkeypatch.setenv("PATH", "")
+    assert source_labels().keys() == {"mlflow.source.name", "mlflow.source.type"}, "without git no commit"
