@@ -122,7 +122,7 @@ def test_bfloat16_in_npz(tmp_path: Path) -> None:
 def test_another_size_resizes_positions_as_the_source_does(
     case: str, name: str, antialias: bool, tmp_path: Path
 ) -> None:
-    """By the library's own function, on its own layout; only smaller grids tell antialiasing."""
+    """The function of the library resizes them too; antialiasing matters only where the grid shrinks."""
     positions = load_file(GOLDENS / case / "model.safetensors")[name]
     found = imported(GOLDENS / case, tmp_path / "out", **{"model.image_size": 24})["position_SD"]
     grid = positions[:, 1:].reshape(1, 4, 4, -1).permute(0, 3, 1, 2)
